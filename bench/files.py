@@ -36,7 +36,7 @@ import tiered
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.interop.checkpoint_folder import write_checkpoint
 from tiered.units import MiB, format_bytes, parse_bytes
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredTensor
 
 PARTS = ("drive write", "copied", "drive read", "in place", "drive copy", "export", "own save")
 OF_DRIVE = {

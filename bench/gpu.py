@@ -39,8 +39,7 @@ from tiered.tools.bench.command import BenchRequest, bench
 from tiered.tools.bench.settings import QUICK
 from tiered.tools.train.bound import matrix_flop_per_s, profiled_bandwidth
 from tiered.units import GiB, MiB, format_bytes
-from tiered.zero.accelerator_state import describe_device
-from tiered.zero.compute_device import named_device
+from tiered.zero.compute_device import describe_device, named_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BENCH = replace(

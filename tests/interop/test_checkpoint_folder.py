@@ -26,7 +26,7 @@ from tests.rigs.warm_python import WarmPython
 from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import write_checkpoint, write_files
 from tiered.tools.cli import main
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredTensor
 
 VALUES = {"a": torch.arange(5000.0), "b": torch.ones(7)}
 
@@ -212,7 +212,7 @@ def test_a_second_process_is_refused_and_a_killed_one_holds_nothing(tmp_path: Pa
     code = (
         "import os, sys, torch; from pathlib import Path\n"
         "from tiered.interop.checkpoint_folder import write_checkpoint\n"
-        "from tiered.zero.deferred_tensor import DeferredTensor\n"
+        "from tiered.zero.deferred_tensors import DeferredTensor\n"
         "def read(): print(os.getpid(), flush=True); sys.stdin.read(); return torch.ones(3)\n"
         "tensor = DeferredTensor.of(torch.empty(3, device='meta'), read)\n"
         "write_checkpoint(Path(sys.argv[1]), {'a': torch.ones(9), 'z': tensor}, max_shard_size='5GB')\n"

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 import tiered
 from tests.interop.checkpoints import assert_same_tensors, gpt2
 from tests.zero.training import debug_store
-from tiered.zero import export
+from tiered.zero import state_dict_copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of one process without a group
 
@@ -29,7 +29,7 @@ def changed(model: Any) -> Any:
 def test_what_a_sharded_model_saves_a_plain_one_loads_and_back(
     in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "LEAST_IN_FILE_NBYTES", 0 if in_files else 1 << 40)
+    monkeypatch.setattr(state_dict_copies, "LEAST_IN_FILE_NBYTES", 0 if in_files else 1 << 40)
     values = changed(gpt2()).state_dict()
     with debug_store(tmp_path / "store", durable=False) as store:
         model = tiered.shard(changed(gpt2()), store)

@@ -17,7 +17,7 @@ from tests.models import CASES
 from tests.reference import Recipe
 from tests.zero.training import Session, debug_store, start
 from tiered.errors import CapacityError, UsageError
-from tiered.zero import export
+from tiered.zero import state_dict_copies
 from tiered.zero.model_state import ModelState
 
 CASE = CASES["gpt"]
@@ -114,9 +114,9 @@ def test_a_state_of_an_optimizer_without_room_is_kept_by_a_commit(
         session.run_step(0)
         expected = session.optimizer.state_dict()["state"][0]["exp_avg"].clone()
         with monkeypatch.context() as patch:
-            patch.setattr(export, "LEAST_IN_FILE_NBYTES", 0)
+            patch.setattr(state_dict_copies, "LEAST_IN_FILE_NBYTES", 0)
             patch.setattr(os, "posix_fallocate", full)
-            patch.setattr(export, "free_memory", lambda: 10)
+            patch.setattr(state_dict_copies, "free_memory", lambda: 10)
             with pytest.raises(CapacityError, match=r"store\.commit\(\) keeps the state, and store\.resume\(\)"):
                 session.optimizer.state_dict()
         store.commit({"step": 1})

@@ -15,12 +15,12 @@ from torch import nn
 import tiered
 from tests.zero.training import debug_store
 from tiered.errors import CapacityError
-from tiered.zero import export
+from tiered.zero import state_dict_copies
 
 
 @pytest.fixture(autouse=True)
 def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "LEAST_IN_FILE_NBYTES", 0)
+    monkeypatch.setattr(state_dict_copies, "LEAST_IN_FILE_NBYTES", 0)
 
 
 class Net(nn.Module):
@@ -84,7 +84,7 @@ def test_where_neither_file_nor_memory_has_room_it_says_what_streams(
         model: Any = tiered.shard(net(), store)
         monkeypatch.setattr(os, "posix_fallocate", full)
         assert not is_in_file(model.state_dict()["conv.weight"])  # memory has room
-        monkeypatch.setattr(export, "free_memory", lambda: 10)
+        monkeypatch.setattr(state_dict_copies, "free_memory", lambda: 10)
         with pytest.raises(CapacityError, match=r"has no room.*one unit at a time.*save_pretrained.*tiered export"):
             model.state_dict()
         monkeypatch.undo()
@@ -112,7 +112,7 @@ def test_the_state_of_an_optimizer_lies_in_a_file_too(param_dtype: torch.dtype |
 
     in_file = state(drive_path / "file")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "LEAST_IN_FILE_NBYTES", 1 << 40)
+        patch.setattr(state_dict_copies, "LEAST_IN_FILE_NBYTES", 1 << 40)
         in_memory = state(drive_path / "memory")
     assert is_in_file(in_file[0]["exp_avg"]) and not is_in_file(in_memory[0]["exp_avg"])
     assert in_file.keys() == in_memory.keys()

@@ -22,7 +22,7 @@ from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
 from tiered.store.residency.swap_in import SwapIn
 from tiered.zero import layout
-from tiered.zero.division import divide_into_units
+from tiered.zero.layout import divide_into_units
 
 __all__ = [
     "ROOMY_NBYTES", "SEED", "Session", "assert_same", "checkpointed", "debug_store", "reference", "smallest_budget",

@@ -27,7 +27,7 @@ from tiered.bytes.private_file import fsync_directory, lock_owner
 from tiered.errors import UsageError
 from tiered.store.format.safetensors_header import DTYPE_NAMES
 from tiered.units import parse_bytes, round_up
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredTensor
 
 __all__ = ["holds_checkpoint", "write_checkpoint", "write_files"]
 

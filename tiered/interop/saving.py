@@ -13,7 +13,7 @@ from torch import nn
 
 from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import write_checkpoint
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredTensor
 from tiered.zero.model_state import ModelValues, opened
 
 __all__ = ["cast", "save_pretrained"]

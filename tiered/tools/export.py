@@ -19,8 +19,7 @@ from tiered.store.residency.lease import Lease
 from tiered.store.store import Store
 from tiered.tools.console.question import confirm
 from tiered.units import MiB, format_bytes, parse_bytes
-from tiered.zero.deferred_files import DeferredFiles, safetensors_files
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.layout import SegmentSpec, UnitLayout, committed_layouts
 
 __all__ = ["export", "import_files"]

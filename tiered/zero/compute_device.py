@@ -1,4 +1,7 @@
-"""The compute device of a sharded model: its choice, its share of memory, and the tensors that move there at once."""
+"""The compute device of a sharded model: its choice, its share of memory, and the tensors that move there at once.
+
+Also the type of this process's accelerator, and the states of the random number generators there.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,52 @@ from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
 
-__all__ = ["check_memory", "check_update_on", "give_memory", "give_room", "move_buffers", "named_device", "tier_of"]
+__all__ = [
+    "accelerator_type",
+    "check_memory",
+    "check_update_on",
+    "describe_device",
+    "generator_states",
+    "give_memory",
+    "give_room",
+    "move_buffers",
+    "named_device",
+    "set_generator_states",
+    "tier_of",
+]
 
 _log = logging.getLogger("tiered")
 
 _CONSTRUCTION_NBYTES = 256 * MiB
 _PART = 2  # of the free memory, its inverse, where the user names no budget: activations need the rest
+
+
+def accelerator_type() -> str:
+    """Return the type of this process's accelerator, "" where there is none."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "" if found is None else found.type
+
+
+def describe_device(device: torch.device) -> str:
+    """Return the name of ``device`` and, where its driver tells, that of the card."""
+    name = getattr(torch.get_device_module(device.type), "get_device_name", None)
+    return str(device) if name is None else f"{device} ({name(device)})"
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Return the state of each device's generator, in the devices' order; none without an accelerator."""
+    word = accelerator_type()
+    if not word:
+        return []
+    module = torch.get_device_module(word)
+    return [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
+
+
+def set_generator_states(states: list[torch.Tensor]) -> None:
+    """Set the devices' generators to ``states``; those of devices that are not there are left out."""
+    num_devices = torch.accelerator.device_count() if states else 0
+    for index, state in enumerate(states[:num_devices]):
+        torch.get_device_module(accelerator_type()).set_rng_state(state, index)
 
 
 def named_device(word: str | torch.device, device_memory: int | None = None) -> torch.device:

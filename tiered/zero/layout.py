@@ -1,34 +1,38 @@
-"""Layout: pure arithmetic of the places of a model's parameters: units, spans, segments, cut points, shards, shares.
+"""Layout: the division of a model into units, and the arithmetic of their places: spans, segments, cuts, budget shares.
 
-A unit is one or more spans; a span is one key of the store and has one dtype and one trainability. This file touches no
-bytes and knows no store: its readers are shard, the plan of a run, the optimizer's buckets and the ranks. A commit
-describes the layouts of a model's units: they are read back without the model, from bytes that may be anything.
+A unit is the modules that move together: one or more spans. A span is one key of the store and has one dtype and one
+trainability. This file touches no bytes and knows no store: its readers are shard, the plan of a run and the
+optimizer's buckets. A commit describes the layouts of a model's units: they are read back without the model, from bytes
+that may be anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from tiered.units import round_up
+from tiered.errors import UsageError
+from tiered.units import MiB, round_up
 
 __all__ = [
     "CUT_NUMEL",
     "LEAST_BUCKET_NUMEL",
     "PAGE_NBYTES",
     "SegmentSpec",
-    "ShardLayout",
     "Shares",
     "Span",
     "UnitLayout",
+    "UnitRule",
     "WorkSizes",
     "bucket_numel_for",
     "committed_layouts",
     "count_in",
     "cut",
+    "divide_into_units",
     "lay_out",
     "share_out",
     "smallest_budget",
@@ -57,6 +61,75 @@ LEAST_BUCKET_NUMEL = 1 << 14
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
 _STEP_NUMEL = 8 * CUT_NUMEL  # buckets and tiles are multiples of it
+
+
+# -- units ---------------------------------------------------------------------------------------------------------
+
+UnitRule = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LARGE_NBYTES = 16 * MiB
+
+
+def divide_into_units(model: nn.Module, rule: UnitRule) -> dict[str, nn.Module]:
+    """Return the modules that are units, by name, in the order of ``model.named_modules()``; the rest is the root's.
+
+    ``rule``: a module class or several, or a function ``(name, module) -> bool``. None: the elements of each
+    ``ModuleList``, ``Sequential`` or ``ModuleDict`` of repeated blocks, and each remaining module whose own parameters
+    take at least 16 MiB or an eighth of the model. Raises UsageError for a rule that finds nothing.
+    """
+    if rule is None:
+        return _default_units(model)
+    chosen: dict[str, nn.Module]
+    if isinstance(rule, type | tuple):
+        kinds: Any = rule
+        chosen = {name: module for name, module in model.named_modules() if name and isinstance(module, kinds)}
+    elif callable(rule):
+        chosen = {name: module for name, module in model.named_modules() if name and rule(name, module)}
+    else:
+        raise TypeError(
+            f"unit={rule!r}; expected a module class, a tuple of them, a function (name, module) -> bool, or None"
+        )
+    chosen = {name: module for name, module in chosen.items() if _nbytes_of(module)}
+    if not chosen:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise UsageError(f"unit={rule!r} matches no module with parameters; the model has {', '.join(present)}")
+    return chosen
+
+
+def _default_units(model: nn.Module) -> dict[str, nn.Module]:
+    units: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _CONTAINERS) and not _inside(name, units) and _is_repeated(module):
+            for child_name, child in module.named_children():
+                if _nbytes_of(child):
+                    units[f"{name}.{child_name}" if name else child_name] = child
+    large = min(_LARGE_NBYTES, max(1, _nbytes_of(model) // 8))
+    for name, module in model.named_modules():
+        if name and not _inside(name, units) and _own_nbytes(module) >= large:
+            units[name] = module
+    order: dict[str, int] = {name: index for index, (name, _) in enumerate(model.named_modules())}
+    return dict(sorted(units.items(), key=lambda item: order[item[0]]))
+
+
+def _is_repeated(container: nn.Module) -> bool:
+    kinds = [type(child) for child in container.children() if _nbytes_of(child)]
+    return len(kinds) > len(set(kinds))
+
+
+def _inside(name: str, units: dict[str, nn.Module]) -> bool:
+    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
+
+
+def _nbytes_of(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+def _own_nbytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+
+
+# -- spans ---------------------------------------------------------------------------------------------------------
 
 
 class SegmentSpec(NamedTuple):
@@ -130,11 +203,11 @@ class UnitLayout:
         """Elements of the trainable segments."""
         return sum(spec.numel for spec in self.specs if spec.trainable)
 
-    def with_trainable(self, names: Iterable[str], world: int = 1) -> UnitLayout:
+    def with_trainable(self, names: Iterable[str]) -> UnitLayout:
         """Return the layout of the same segments in which those called ``names`` are the trainable ones."""
         trained = set(names)
         specs = [spec._replace(trainable=spec.name in trained) for spec in self.specs]
-        return lay_out(self.name, specs, world)
+        return lay_out(self.name, specs)
 
     def moved(self, old: UnitLayout, span: int, offset: int) -> tuple[int, int]:
         """Return the new span and byte of the value that lay at byte ``offset`` of ``span`` in the layout ``old``."""
@@ -147,8 +220,8 @@ class UnitLayout:
         return place.span, place.offset + offset - old.places[number].offset
 
 
-def lay_out(name: str, specs: Sequence[SegmentSpec], world: int = 1) -> UnitLayout:
-    """Return the layout of the unit ``name``, whose spans can be divided among ``world`` ranks.
+def lay_out(name: str, specs: Sequence[SegmentSpec]) -> UnitLayout:
+    """Return the layout of the unit ``name``.
 
     The first span's key is ``model/parameters/<name>``. The key of another names its kind before the unit,
     ``model/parameters/.frozen/<name>``: no unit's name begins with a dot, so no two units share a key.
@@ -163,7 +236,7 @@ def lay_out(name: str, specs: Sequence[SegmentSpec], world: int = 1) -> UnitLayo
         offsets[index] += round_up(spec.numel, CUT_NUMEL) * spec.dtype.itemsize
     spans, grad_offset = [], 0
     for index, (dtype, trainable) in enumerate(kinds):
-        nbytes = max(round_up(offsets[index], PAGE_NBYTES * world), PAGE_NBYTES * world)
+        nbytes = max(round_up(offsets[index], PAGE_NBYTES), PAGE_NBYTES)
         key = _key(name, dtype, trainable, kinds[0]) if index else f"model/parameters/{name}"
         spans.append(Span(key, dtype, trainable, nbytes, grad_offset if trainable else -1))
         grad_offset += nbytes if trainable else 0
@@ -178,19 +251,6 @@ def _key(name: str, dtype: torch.dtype, trainable: bool, first: tuple[torch.dtyp
     words = [] if dtype == first[0] else [str(dtype).removeprefix("torch.")]
     words += [] if trainable else ["frozen"]
     return f"model/parameters/.{'.'.join(words)}/{name}"
-
-
-class ShardLayout(NamedTuple):
-    """The piece of each span that one rank of ``world`` keeps: equal pieces that start at whole pages."""
-
-    rank: int
-    world: int
-
-    def bounds(self, span: Span) -> tuple[int, int]:
-        """Return the first byte of this rank's piece of ``span``, and the byte behind its last."""
-        nbytes = span.nbytes // self.world
-        assert nbytes * self.world == span.nbytes and nbytes % PAGE_NBYTES == 0
-        return self.rank * nbytes, (self.rank + 1) * nbytes
 
 
 # -- cut points: buckets and tiles ---------------------------------------------------------------------------------
@@ -261,7 +321,7 @@ class Shares:
 
     ``held``: kept for good. ``window``: read ahead of need, beside the unused bytes of other shares. ``gathered``: the
     root and the unit that computes. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets and the
-    tile scratch. ``activations``: saved by autograd. ``in_flight``: writes. ``caller``: the store's own traffic.
+    tile scratch. ``activations``: saved by autograd, and the rest.
 
     ``read_ahead`` is no share: the schedule may read so many bytes ahead of need, the window and the idle part of the
     update's share.
@@ -273,8 +333,6 @@ class Shares:
     gradients: int
     update: int
     activations: int
-    in_flight: int
-    caller: int
     read_ahead: int
 
     @property
@@ -285,7 +343,7 @@ class Shares:
     @property
     def spare(self) -> int:
         """The bytes that are neither held nor part of the smallest budget."""
-        return self.window + self.activations + self.in_flight + self.caller
+        return self.window + self.activations
 
 
 def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, *, held: int | None = None) -> Shares:
@@ -308,7 +366,7 @@ def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, 
         held = max(0, spare - buckets)
     read_ahead = min(parameters + buckets, spare - held + max(largest_gradients, parameters))
     window = min(read_ahead, spare - held)
-    return Shares(held, window, gathered, gradients, update, spare - held - window, 0, 0, read_ahead)
+    return Shares(held, window, gathered, gradients, update, spare - held - window, read_ahead)
 
 
 def smallest_budget(units: Sequence[UnitLayout], sizes: WorkSizes) -> int:

@@ -21,12 +21,12 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
-from tiered.zero.accelerator_state import accelerator_type, generator_states, set_generator_states
+from tiered.zero.compute_device import accelerator_type, generator_states, set_generator_states
 from tiered.zero.engine import Engine
-from tiered.zero.export import room_for_copies
 from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.state_dict_copies import room_for_copies
 
 __all__ = ["ModelState", "ModelValues", "RandomState", "check_added", "hook_state_dicts", "opened", "refuse_missing"]
 

@@ -35,10 +35,9 @@ from tiered.units import format_bytes
 from tiered.zero.activations.activations import ActivationRule, words_of
 from tiered.zero.compute_device import check_memory, check_update_on, give_memory, move_buffers, named_device, tier_of
 from tiered.zero.construct import ConstructedParameter
-from tiered.zero.division import UnitRule, divide_into_units
 from tiered.zero.engine import Engine
 from tiered.zero.formats.budget import share_out_as_asked
-from tiered.zero.layout import Shares
+from tiered.zero.layout import Shares, UnitRule, divide_into_units
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters

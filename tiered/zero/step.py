@@ -16,7 +16,7 @@ import torch
 
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
-from tiered.zero.export import Export
+from tiered.zero.state_dict_copies import Export
 
 __all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task", "is_autograds_own"]
 

@@ -26,8 +26,7 @@ from tiered.errors import UsageError
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.store import Store
 from tiered.units import format_bytes
-from tiered.zero.deferred_files import DeferredFiles, safetensors_files
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
 

@@ -26,8 +26,7 @@ from transformers.utils import find_adapter_config_file
 from tiered.errors import TieredError, UsageError
 from tiered.interop.checkpoint_folder import write_files
 from tiered.store.store import Store
-from tiered.zero.deferred_files import DeferredFiles, safetensors_files
-from tiered.zero.deferred_tensor import DeferredTensor
+from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.shard import shard
 

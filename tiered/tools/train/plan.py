@@ -18,12 +18,11 @@ from tiered.store.lifetime.opening import CATALOG_NBYTES, dram_budget
 from tiered.tools.train.config import DTYPES, RunConfig, RunDials
 from tiered.tools.train.task import GPT, Corpus
 from tiered.units import KiB, divide_up, format_bytes, format_count
-from tiered.zero.accelerator_state import describe_device
-from tiered.zero.division import divide_into_units
+from tiered.zero.compute_device import describe_device
 from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
-from tiered.zero.layout import SegmentSpec, lay_out
+from tiered.zero.layout import SegmentSpec, divide_into_units, lay_out
 from tiered.zero.parameters.unit import dense_strides
 
 __all__ = ["Plan", "multiplies_bf16_slowly"]

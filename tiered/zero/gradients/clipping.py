@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler as TorchGradScaler
 from torch.utils._foreach_utils import _device_has_foreach_support
 
 from tiered.errors import UsageError
-from tiered.zero.accelerator_state import accelerator_type
+from tiered.zero.compute_device import accelerator_type
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Unit
 

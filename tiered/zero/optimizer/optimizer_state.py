@@ -18,7 +18,6 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.lease import Mode
 from tiered.store.store import Store
-from tiered.zero.export import room_for_copies
 from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
@@ -26,6 +25,7 @@ from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.masters import MasterOf, Masters, masters_nbytes
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.state_dict_copies import room_for_copies
 
 __all__ = ["OptimizerState", "PlainSegment", "PlainUnit", "StateUnit"]
 

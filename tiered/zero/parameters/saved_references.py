@@ -151,13 +151,6 @@ def check_unmodified(tensor: torch.Tensor, version: int) -> None:
         )
 
 
-class Calling(Protocol):
-    """The module calls of a model."""
-
-    def innermost_unit(self) -> Unit | None:
-        """Return the unit that is being called, if one is."""
-
-
 class SavedPair:
     """One pair of saved-tensor hooks of ours, in force around the outermost call and inside it above every other pair.
 
@@ -169,9 +162,9 @@ class SavedPair:
     """
 
     def __init__(
-        self, calls: Calling, open_units: OpenUnits, pack: Callable[[torch.Tensor], Packed], *, is_outermost: bool
+        self, calls: Any, open_units: OpenUnits, pack: Callable[[torch.Tensor], Packed], *, is_outermost: bool
     ) -> None:
-        """``pack`` takes the tensors that lie in no unit, where no other pair takes them."""
+        """``calls``: the model's ModuleCalls. ``pack`` takes tensors in no unit, where no other pair takes them."""
         self.calls = calls
         self._open_units = open_units
         self._pack_other = pack

@@ -7,9 +7,9 @@ set decides where the bytes go afterwards.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import xxhash
@@ -24,7 +24,7 @@ from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded, without_dispatch
 
-__all__ = ["ParameterOwner", "Segment", "Unit", "dense_strides", "digest"]
+__all__ = ["Segment", "Unit", "dense_strides", "digest"]
 
 _ALONE = NullComm()
 
@@ -116,36 +116,6 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
-class ParameterOwner(Protocol):
-    """The parameters of a unit ask their owner at each operation."""
-
-    def access(
-        self, segments: Sequence[Segment], func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AbstractContextManager[None]:
-        """Return a block that shows the parameters of ``segments`` for one operation ``func``.
-
-        They are all of this owner. Entering raises UsageError at the wrong time.
-        """
-
-    def assign(self, segment: Segment, value: torch.Tensor) -> None:
-        """Carry out ``parameter.data = value``."""
-
-    def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
-        """Return the result of ``parameter.detach()``, ``result`` as a rule."""
-
-    def set(self, segment: Segment, source: torch.Tensor) -> None:
-        """Carry out ``parameter.set_(source)``."""
-
-    def copy(self, segment: Segment) -> torch.nn.Parameter:
-        """Return the result of ``copy.deepcopy(parameter)``."""
-
-    def require_gradient(self, parameter: torch.nn.Parameter) -> None:
-        """``requires_grad`` of a parameter was set."""
-
-    def is_unsharded(self, segment: Segment) -> bool:
-        """Return whether the values of ``segment`` stay where they are for as long as a block lasts."""
-
-
 class Unit:
     """Parameters that move together: swapped in, shown, updated and swapped out as one.
 
@@ -162,7 +132,7 @@ class Unit:
 
     buffer: UnitBuffer
     engine: Any  # the Engine, of a room that stands above this one
-    owner: ParameterOwner
+    owner: Any  # Access, which the parameters ask at each operation
     gradients: Any  # UnitGradients, too
     layout: UnitLayout
 
