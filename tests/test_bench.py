@@ -223,7 +223,7 @@ def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert (result["bench"], len(ways)) == ("way", 6)
     assert all(way["calls"] > 0 for way in ways.values()), output
     assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(ways["fault-in"]["files"])
-    assert "zero/optimizer/update.py" in ways["bucket"]["files"]
+    assert "zero/optimizer/bucket_update.py" in ways["bucket"]["files"]
     for name, most in (("fault-in", 8), ("bucket", 9)):
         assert ways[name]["zero"] + ways[name]["tiers"] <= most, output
     assert not list(tmp_path.iterdir())

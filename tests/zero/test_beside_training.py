@@ -15,7 +15,7 @@ from tests.zero.training import debug_store
 from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.store import Store
 from tiered.units import KiB
-from tiered.zero.optimizer.update_thread import UpdateThread
+from tiered.zero.optimizer.background_updates import UpdateThread
 
 TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
 

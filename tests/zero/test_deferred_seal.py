@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ from tests.zero.test_pipeline import Rig, every_update, expected, rig
 from tests.zero.test_resume import cosine
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import LeaseError
+from tiered.zero.formats.codec import update_pieces
+from tiered.zero.optimizer import bucket_update
 
 CASE = CASES["gpt"]
 
@@ -289,26 +292,26 @@ def test_a_writer_at_the_call_is_refused_and_nothing_is_pending(update: str) -> 
 
 
 @every_update
-def test_tensors_that_somebody_lists_while_they_are_updated_keep_no_commit_from_its_seal(update: str) -> None:
+def test_tensors_that_somebody_lists_while_they_are_updated_keep_no_commit_from_its_seal(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As those do who count living tensors between steps."""
     seen: list[torch.Tensor] = []
     with rig(update) as r:
         r.session.run_step(0)
         r.store.commit({"step": 1})
-        use = r.worker.on_use
 
-        def look(keys: Sequence[str]) -> None:
-            if not seen and keys[0].startswith("model/state/blocks.1/"):
+        def look(parts: Any, scratch: Any) -> None:
+            if not seen and r.worker._running.unit.name == "blocks.1":  # type: ignore[union-attr]
                 seen.extend(found for found in gc.get_objects() if type(found) is torch.Tensor)
-                seen.append(r.worker._running._leases[0].tensor)  # type: ignore[union-attr]
-            use(keys)
+            update_pieces(parts, scratch)
 
-        r.worker.on_use = look
-        r.session.run_step(1)
-        r.store.commit({"step": 2}, wait=False)
-        r.store.wait_for_commit()
+        with monkeypatch.context() as patch:
+            patch.setattr(bucket_update, "update_pieces", look)
+            r.session.run_step(1)
+            r.store.commit({"step": 2}, wait=False)
+            r.store.wait_for_commit()
         assert seen and r.store.generation == 2
-        r.worker.on_use = use
         r.session.run_step(2)
         r.store.commit({"step": 3}, wait=False)
         seen.clear()

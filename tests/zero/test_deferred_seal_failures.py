@@ -26,7 +26,7 @@ from tests.zero.training import assert_same
 from tiered.bytes import exit_and_fork
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError
 from tiered.units import MiB
-from tiered.zero.optimizer.update import UnitUpdate
+from tiered.zero.optimizer.bucket_update import UnitUpdate
 
 
 def assert_goes_on_from_the_first_generation(r: Pending) -> None:

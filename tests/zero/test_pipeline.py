@@ -19,7 +19,7 @@ from tests.zero.training import Session, assert_same, debug_store, reference, sm
 from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageError
 from tiered.units import MiB
-from tiered.zero.optimizer.update_thread import UpdateThread
+from tiered.zero.optimizer.background_updates import UpdateThread
 
 TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
 

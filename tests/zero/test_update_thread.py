@@ -12,7 +12,7 @@ from tests.interrupts import interrupt_at
 from tests.store.test_nested_calls import no_hang
 from tests.zero.test_pipeline import Rig, assert_same, every_update, expected, rig
 from tiered.errors import DeadlineError, DeviceError, UsageError
-from tiered.zero.optimizer.update import UpdatePipeline
+from tiered.zero.optimizer.bucket_update import UpdatePipeline
 
 TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
 
@@ -106,7 +106,7 @@ def test_an_update_that_makes_no_progress_ends_the_wait_at_the_deadline(
     wait: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bucket whose arithmetic does not end, as on a machine that swaps; nothing hangs, and a rollback goes on."""
-    is_over, update = threading.Event(), UpdatePipeline._update
+    is_over, update = threading.Event(), UpdatePipeline.update
 
     def stuck(self: UpdatePipeline, *args: Any) -> None:
         is_over.wait(60)
@@ -117,7 +117,7 @@ def test_an_update_that_makes_no_progress_ends_the_wait_at_the_deadline(
         r.store.commit({"step": 1})
         monkeypatch.setattr(r.worker, "_deadline_s", 0.5)
         with monkeypatch.context() as patch:
-            patch.setattr(UpdatePipeline, "_update", stuck)
+            patch.setattr(UpdatePipeline, "update", stuck)
             r.session.run_step(1)
             with pytest.raises(DeadlineError, match=r"the update of '.*' did not happen within 0\.5 s"):
                 r.worker.wait_for_all() if wait == "all" else r.session.run_step(2)

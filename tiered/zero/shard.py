@@ -40,7 +40,7 @@ from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import Shares, UnitRule, divide_into_units
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
-from tiered.zero.optimizer.masters import Masters, masters_nbytes, offsets_of, write_masters
+from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, offsets_of, write_masters
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.placeholder import placeholder
 from tiered.zero.parameters.unit import Segment, Unit

@@ -23,7 +23,7 @@ from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
-from tiered.zero.optimizer.masters import MasterOf, Masters, masters_nbytes
+from tiered.zero.optimizer.fp32_masters import MasterOf, Masters, masters_nbytes
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.state_dict_copies import room_for_copies
 

@@ -1,9 +1,9 @@
 """StreamingOptimizer: a ``torch.optim.Optimizer`` whose state lives in a store, for sharded parameters and plain ones.
 
 AdamW, SGD and Lion, which users make, are thin classes over it. rules.py has the arithmetic, codec.py lays the state
-out, update.py streams it. accelerate wraps optimizers in one of its own, which copies their whole state to a device and
-back, and lets no step and no ``zero_grad`` through while it accumulates gradients. Here the state stays, and that rule
-is kept: accelerate's ``prepare()`` leaves the optimizer as it is.
+out, bucket_update.py streams it. accelerate wraps optimizers in one of its own, which copies their whole state to a
+device and back, and lets no step and no ``zero_grad`` through while it accumulates gradients. Here the state stays, and
+that rule is kept: accelerate's ``prepare()`` leaves the optimizer as it is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tiered.errors import UsageError
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
+from tiered.tiers.device_tier import HostTier
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Source
 from tiered.zero.formats.layout import FORMATS, Layouts
@@ -26,6 +27,9 @@ from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.one_rank import refuse_distributed
+from tiered.zero.optimizer.background_updates import UpdateThread
+from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, choose_place, give_place
+from tiered.zero.optimizer.fp32_masters import taken_over
 from tiered.zero.optimizer.loaded_state import (
     RegisteredOptimizer,
     bucket_numel_of,
@@ -39,11 +43,8 @@ from tiered.zero.optimizer.loaded_state import (
     warn_of_dropped,
     withhold_steps,
 )
-from tiered.zero.optimizer.masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, PlainUnit, StateUnit
 from tiered.zero.optimizer.state_access import StateAccess
-from tiered.zero.optimizer.update import PlainSupply, UnitUpdate, UpdatePipeline, choose_place, give_place
-from tiered.zero.optimizer.update_thread import UpdateThread
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -86,6 +87,9 @@ class AccelerateGate:
 
 
 _UPDATES = ("auto", "step", "backward")
+
+_READ_AHEAD = 2
+"""Buckets on their way in while one is updated: with the one being updated, the 3 buckets of the smallest budget."""
 
 
 class StreamingOptimizer(AccelerateGate, StateAccess):
@@ -214,7 +218,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 numel = bucket_numel_of(committed)
                 managed = managed_of(committed, (s for unit in units for s in unit.segments))
         tile_numel = tile_numel_for(numel, [segment.numel for segment in self._segments.values()])
-        self._pipeline = UpdatePipeline(self._store.working_set, tile_numel)
+        working_set = self._store.working_set
+        tier = self._engines[0].tier if self._engines else HostTier(working_set)
+        self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
@@ -244,7 +250,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
     def _drive(self, engine: Engine) -> None:
         """Have the units of ``engine`` updated from now on, in a thread of their own."""
         largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
-        thread = self._threads[engine] = UpdateThread(engine, buckets_bytes=3 * whole_pages(largest))
+        thread = self._threads[engine] = UpdateThread(engine, self._pipeline, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
         engine.phase.updates_in_backward, engine.masters = self.in_backward, self._state
         engine.phase.must_resume = engine.phase.must_resume or self._is_behind
@@ -360,7 +366,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             raise
         hypers = {segment: self._state.count(segment, self._hypers[segment]) for segment in managed}
         taken = gradients.take(used=self.in_backward)
-        update = UnitUpdate(unit, buckets, hypers, taken, self._pipeline, engine.schedule)
+        update = UnitUpdate(unit, buckets, hypers, taken, engine.schedule)
         thread.submit(update, is_settled=engine.schedule.is_settled)
 
     def _step_plain(self, unit: PlainUnit) -> None:
@@ -374,7 +380,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         }
         due = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(sources)]
         torch.autograd.graph.increment_version([s.parameter for s in sources])  # autograd sees no fused update
-        self._pipeline.run(due, PlainSupply(self._store.working_set, sources), lambda _: None)
+        for index, bucket in enumerate(due):
+            self._store.working_set.prefetch([each.key for each in due[index : index + 1 + _READ_AHEAD]])
+            self._pipeline.update([bucket], sources)
 
     def _guard(self, word: str) -> None:
         if word == "close":

@@ -10,7 +10,7 @@ import functools
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 
 import torch
@@ -24,7 +24,7 @@ from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
-from tiered.zero.optimizer.update import UnitUpdate, outcome_of
+from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, outcome_of
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.placeholder import is_in_mode
 from tiered.zero.parameters.unit import Unit
@@ -51,10 +51,10 @@ class UpdateThread:
     tensor of the caller's keeps bytes that it is about to replace: then it asks for memory once that thread waits.
     """
 
-    def __init__(self, engine: Engine, *, buckets_bytes: int) -> None:
+    def __init__(self, engine: Engine, pipeline: UpdatePipeline, *, buckets_bytes: int) -> None:
         """``buckets_bytes``: of the buckets that an update has in DRAM at one time."""
         self.failure: BaseException | None = None
-        self.on_use: Callable[[Sequence[str]], None] = lambda keys: engine.schedule.use_promised(keys)
+        self._pipeline = pipeline
         self._abandon = engine.phase.abandon
         self._give = engine.reclaimer.give_back  # the training thread's way to give memory back
         self._open_units = engine.open_units
@@ -336,8 +336,8 @@ class UpdateThread:
     def _update(self, update: UnitUpdate) -> BaseException | None:
         begun = self._working_set.recorder.begin()
         failure: BaseException | None = None
-        for action in (functools.partial(update.run, self._use), functools.partial(self._end, update)):
-            error = outcome_of(action)
+        for action in (self._update_buckets, self._end):
+            error = outcome_of(functools.partial(action, update))
             if error is not None and not isinstance(error, _CancelledError):
                 failure = failure or error
         self._working_set.recorder.worked("update", update.unit.name, begun)
@@ -345,12 +345,13 @@ class UpdateThread:
             failure.add_note(f"while unit {update.unit.name!r} was updated")
         return failure
 
-    def _use(self, keys: Sequence[str]) -> None:
-        if self._is_cancelled:
-            raise _CancelledError
-        self._num_buckets += len(keys)  # a sign of progress
-        self.on_use(keys)
-        self._notify()
+    def _update_buckets(self, update: UnitUpdate) -> None:
+        sources = update.begin()
+        for buckets in update.rounds():
+            if self._is_cancelled:
+                raise _CancelledError
+            self._pipeline.update(buckets, sources, update.schedule)
+            self._num_buckets += len(buckets)  # a sign of progress
 
     def _notify(self) -> None:
         with self._condition:
