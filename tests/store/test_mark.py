@@ -131,6 +131,15 @@ def test_an_error_of_its_own_that_follows_one_from_outside_does_not_hide_it() ->
     assert mark.reason == "TimeLimit()"
 
 
+def test_the_outermost_of_nested_blocks_raises_the_one_from_outside_too() -> None:
+    mark = CallMark()
+    namespace = {"__name__": "tiered.imagined", "mark": mark, "limit": TimeLimit()}
+    source = "with mark, mark:\n    try:\n        raise limit\n    finally:\n        {}.pop('half done')"
+    with pytest.raises(TimeLimit):
+        exec(source, namespace)
+    assert mark.reason == "TimeLimit()"
+
+
 def raised_by_a_thread(mark: CallMark, error: type[BaseException]) -> None:
     """Go on with ``mark`` set until another thread has ``error`` raised here, which no line of ours does."""
     me = threading.get_ident()

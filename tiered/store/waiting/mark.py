@@ -40,7 +40,11 @@ class CallMark:
         if stranger is not None:
             self.reason = repr(stranger)  # the outermost block knows it best
             if stranger is not error:  # what follows from half of a change tells the caller nothing
-                raise stranger
+                context = stranger.__context__
+                try:
+                    raise stranger
+                finally:
+                    stranger.__context__ = context  # order: or an outer block would take it for the later one
 
     def refuse(self) -> None:
         """Raise UsageError where the mark stays."""
