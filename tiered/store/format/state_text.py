@@ -1,8 +1,8 @@
 """The state that a commit carries, as JSON text: lossless, without pickle; other types are refused.
 
 None, booleans, strings, finite floats, ints, lists and dicts with string keys are themselves in JSON. All else is an
-object with one key that begins with "$", a tag: see ``_Encoder`` for each. Decoding builds only these types; it never
-imports, calls or looks up anything by a name from the text, but dtypes in a fixed table.
+object with one key that begins with "$", a tag: see ``_ENCODERS`` and ``_DECODERS``. Decoding builds only these types;
+it never imports, calls or looks up anything by a name from the text, but dtypes in a fixed table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +44,10 @@ def encode(value: object, *, name: str = "state") -> str:
     requires_grad), torch.Size, dtype and device; numpy arrays and scalars of numbers and booleans. Exact types only.
     Raises TypeError for anything else; the message says where in the value, which it calls ``name``.
     """
-    plain = _Encoder().encode(value, name, 0)
+    try:
+        (plain,) = _encode_all([value], lambda index: name, 0)
+    except _RefusedValue as refused:
+        raise TypeError(f"{''.join(reversed(refused.places))[:1000]}: {refused.reason}") from None
     return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
 
@@ -59,157 +61,132 @@ def decode(text: str) -> Any:
         ) from error
 
 
-class _Encoder:
-    """Turns a value into one that json can write."""
-
-    def encode(self, value: object, where: str, depth: int) -> object:
-        if depth > _MAX_DEPTH:
-            raise TypeError(f"{where[:200]}...: more than {_MAX_DEPTH} levels deep, or a value that contains itself")
-        if _is_plain(value, depth):
-            return value
-        encoder = self._BY_TYPE.get(type(value))
-        if encoder is not None:
-            return encoder(self, value, where, depth + 1)
-        if isinstance(value, np.generic):
-            return {"$scalar": self._array(np.asarray(value), where)}
-        raise TypeError(
-            f"{where}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be kept in a commit; "
-            "expected numbers, text, bytes, tensors, or lists, tuples, sets and dicts of them"
-        )
-
-    def _int(self, value: int, where: str, depth: int) -> object:
-        return {"$int": f"{value:x}"}
-
-    def _float(self, value: float, where: str, depth: int) -> object:
-        return {"$float": _DOUBLE.pack(value).hex()}
-
-    def _complex(self, value: complex, where: str, depth: int) -> object:
-        return {"$complex": [_DOUBLE.pack(value.real).hex(), _DOUBLE.pack(value.imag).hex()]}
-
-    def _str(self, value: str, where: str, depth: int) -> object:
-        return value if _is_text(value) else {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
-
-    def _bytes(self, value: bytes, where: str, depth: int) -> object:
-        return {"$bytes": _base64(value)}
-
-    def _bytearray(self, value: bytearray, where: str, depth: int) -> object:
-        return {"$bytearray": _base64(value)}
-
-    def _list(self, values: list[object], where: str, depth: int) -> object:
-        return [self.encode(item, f"{where}[{i}]", depth) for i, item in enumerate(values)]
-
-    def _tuple(self, value: tuple[object, ...], where: str, depth: int) -> object:
-        return {"$tuple": self.encode(list(value), where, depth - 1)}
-
-    def _size(self, value: torch.Size, where: str, depth: int) -> object:
-        return {"$size": list(value)}
-
-    def _members(self, values: Iterable[object], where: str, depth: int) -> list[object]:
-        """The members of a set, in an order that depends on nothing but them."""
-        return sorted((self.encode(item, f"{where}{{{item!r}}}", depth) for item in values), key=json.dumps)
-
-    def _set(self, value: set[object], where: str, depth: int) -> object:
-        return {"$set": self._members(value, where, depth)}
-
-    def _frozenset(self, value: frozenset[object], where: str, depth: int) -> object:
-        return {"$frozenset": self._members(value, where, depth)}
-
-    def _pairs(self, value: dict[Any, Any], where: str, depth: int) -> list[object]:
-        return [
-            [self.encode(key, f"{where}, key {key!r}", depth), self.encode(item, f"{where}[{key!r}]", depth)]
-            for key, item in value.items()
-        ]
-
-    def _dict(self, value: dict[Any, Any], where: str, depth: int) -> object:
-        for key in value:
-            if type(key) is not str or key.startswith("$") or not (key.isascii() or _is_text(key)):
-                return {"$dict": self._pairs(value, where, depth)}
-        return {key: self.encode(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
-
-    def _ordered(self, value: OrderedDict[Any, Any], where: str, depth: int) -> object:
-        attributes = dict(vars(value))
-        metadata = attributes.pop("_metadata", None)
-        if attributes:
-            raise TypeError(f"{where}: an OrderedDict with attributes {sorted(attributes)} cannot be kept in a commit")
-        pairs = self._pairs(value, where, depth)
-        if metadata is None:
-            return {"$ordered": [pairs]}
-        return {"$ordered": [pairs, self.encode(metadata, f"{where}._metadata", depth)]}
-
-    def _counter(self, value: Counter[Any], where: str, depth: int) -> object:
-        return {"$counter": self._pairs(value, where, depth)}
-
-    def _dtype(self, value: torch.dtype, where: str, depth: int) -> object:
-        return {"$dtype": str(value).removeprefix("torch.")}
-
-    def _device(self, value: torch.device, where: str, depth: int) -> object:
-        return {"$device": str(value)}
-
-    def _tensor(self, value: torch.Tensor, where: str, depth: int) -> object:
-        name = str(value.dtype).removeprefix("torch.")
-        if value.layout != torch.strided or value.is_meta or _UNREADABLE.fullmatch(name):
-            raise TypeError(f"{where}: a {value.layout} tensor of {value.dtype} on {value.device} cannot be kept")
-        cpu = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        content = ctypes.string_at(address_of(cpu), cpu.nbytes) if cpu.nbytes else b""
-        return {"$tensor": [name, list(cpu.shape), _base64(content)]}
-
-    def _array(self, value: np.ndarray[Any, Any], where: str) -> list[object]:
-        if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
-            raise TypeError(f"{where}: a numpy array of {value.dtype} cannot be kept in a commit")
-        return [value.dtype.str, list(value.shape), _base64(value.tobytes())]
-
-    def _ndarray(self, value: np.ndarray[Any, Any], where: str, depth: int) -> object:
-        return {"$ndarray": self._array(value, where)}
-
-    _BY_TYPE: ClassVar[dict[type, Callable[[_Encoder, Any, str, int], object]]] = {
-        int: _int,
-        float: _float,
-        complex: _complex,
-        str: _str,
-        bytes: _bytes,
-        bytearray: _bytearray,
-        list: _list,
-        tuple: _tuple,
-        set: _set,
-        frozenset: _frozenset,
-        dict: _dict,
-        OrderedDict: _ordered,
-        Counter: _counter,
-        torch.Tensor: _tensor,
-        torch.Size: _size,
-        torch.dtype: _dtype,
-        torch.device: _device,
-        np.ndarray: _ndarray,
-    }
+# -- encoding ----------------------------------------------------------------------------------------------------------
 
 
-def _is_plain(value: Any, depth: int) -> bool:
-    """Return whether JSON keeps all of ``value`` without a tag. One call looks at a whole tree of lists and dicts.
+class _RefusedValue(Exception):
+    """A value that cannot be encoded has a ``reason`` and ``places`` that lead there, the innermost first."""
 
-    The answer is no for text that is not ASCII, too, and for a tree that is too deep: the encoder looks at these.
-    """
-    waiting = [(value, depth)]
-    while waiting:
-        item, level = waiting.pop()
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.places: list[str] = []
+
+
+def _encode_all(values: Iterable[object], place: Callable[[int], str], depth: int) -> list[object]:
+    """Return ``values`` as json can write them; ``place(index)`` says where one of them is."""
+    encoded: list[object] = []
+    for item in values:
         kind = type(item)
-        if level > _MAX_DEPTH:
-            return False
-        if kind is list:
-            waiting.extend(zip(item, repeat(level + 1)))
-        elif kind is dict:
-            for key in item:
-                if type(key) is not str or not key.isascii() or key.startswith("$"):
-                    return False
-            waiting.extend(zip(item.values(), repeat(level + 1)))
-        elif not (
+        if (
             item is None
             or kind is bool
-            or (kind is str and item.isascii())
-            or (kind is int and -_PLAIN_INT <= item < _PLAIN_INT)
-            or (kind is float and math.isfinite(item))
+            or (kind is str and item.isascii())  # type: ignore[attr-defined]  # of str
+            or (kind is int and -_PLAIN_INT <= item < _PLAIN_INT)  # type: ignore[operator]  # of ints
+            or (kind is float and math.isfinite(item))  # type: ignore[arg-type]  # a float
         ):
-            return False
-    return True
+            encoded.append(item)
+            continue
+        try:
+            if depth > _MAX_DEPTH:
+                raise _RefusedValue(f"more than {_MAX_DEPTH} levels deep, or a value that contains itself")
+            encoded.append(_encode(kind, item, depth + 1))
+        except _RefusedValue as refused:
+            refused.places.append(place(len(encoded)))
+            raise
+    return encoded
+
+
+def _encode(kind: type, value: Any, depth: int) -> object:
+    if kind is str and _is_text(value):
+        return value
+    if kind is list:
+        return _encode_all(value, lambda index: f"[{index}]", depth)
+    if kind is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
+        keys = list(value)
+        return dict(zip(keys, _encode_all(value.values(), lambda index: f"[{keys[index]!r}]", depth), strict=True))
+    if kind is tuple:
+        return {"$tuple": _encode_all(value, lambda index: f"[{index}]", depth)}
+    if kind in (dict, Counter):
+        return {"$dict" if kind is dict else "$counter": _encode_pairs(value, depth)}
+    if kind in (set, frozenset):
+        members = list(value)
+        found = _encode_all(members, lambda index: f"{{{members[index]!r}}}", depth)
+        return {f"${kind.__name__}": sorted(found, key=json.dumps)}  # in an order that depends on nothing but them
+    if kind is OrderedDict:
+        return {"$ordered": _encode_ordered(value, depth)}
+    if isinstance(value, np.generic):
+        return {"$scalar": _encode_array(np.asarray(value))}
+    tag, encoder = _ENCODERS.get(kind, ("", None))
+    if encoder is None:
+        raise _RefusedValue(
+            f"a value of type {kind.__module__}.{kind.__qualname__} cannot be kept in a commit; expected numbers,"
+            " text, bytes, tensors, or lists, tuples, sets and dicts of them"
+        )
+    return {tag: encoder(value)}
+
+
+def _encode_pairs(value: dict[Any, Any], depth: int) -> list[object]:
+    keys = list(value)
+    names = _encode_all(keys, lambda index: f", key {keys[index]!r}", depth)
+    items = _encode_all(value.values(), lambda index: f"[{keys[index]!r}]", depth)
+    return [list(pair) for pair in zip(names, items, strict=True)]
+
+
+def _encode_ordered(value: OrderedDict[Any, Any], depth: int) -> list[object]:
+    """Return the pairs, and the ``_metadata`` where there is one."""
+    attributes = dict(vars(value))
+    metadata = attributes.pop("_metadata", None)
+    if attributes:
+        raise _RefusedValue(f"an OrderedDict with attributes {sorted(attributes)} cannot be kept in a commit")
+    pairs = _encode_pairs(value, depth)
+    return [pairs] if metadata is None else [pairs, *_encode_all([metadata], lambda index: "._metadata", depth)]
+
+
+def _encode_tensor(value: torch.Tensor) -> list[object]:
+    name = str(value.dtype).removeprefix("torch.")
+    if value.layout != torch.strided or value.is_meta or _UNREADABLE.fullmatch(name):
+        raise _RefusedValue(f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be kept")
+    cpu = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    content = ctypes.string_at(address_of(cpu), cpu.nbytes) if cpu.nbytes else b""
+    return [name, list(cpu.shape), _base64(content)]
+
+
+def _encode_array(value: np.ndarray[Any, Any]) -> list[object]:
+    if not _NUMPY_DTYPE.fullmatch(value.dtype.str):
+        raise _RefusedValue(f"a numpy array of {value.dtype} cannot be kept in a commit")
+    return [value.dtype.str, list(value.shape), _base64(value.tobytes())]
+
+
+def _hex(value: float) -> str:
+    return _DOUBLE.pack(value).hex()
+
+
+def _is_text(value: str) -> bool:
+    """Whether JSON keeps it: a pair of lone surrogates would come back as one character."""
+    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _base64(content: bytes | bytearray) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+_ENCODERS: dict[type, tuple[str, Callable[[Any], object]]] = {
+    int: ("$int", lambda value: f"{value:x}"),
+    float: ("$float", _hex),
+    complex: ("$complex", lambda value: [_hex(value.real), _hex(value.imag)]),
+    str: ("$str", lambda value: _base64(value.encode("utf-8", "surrogatepass"))),
+    bytes: ("$bytes", _base64),
+    bytearray: ("$bytearray", _base64),
+    torch.Size: ("$size", list),
+    torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("$device", str),
+    torch.Tensor: ("$tensor", _encode_tensor),
+    np.ndarray: ("$ndarray", _encode_array),
+}
+"""Types that hold no other values: the tag, and the function that writes it."""
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 
 def _decode(plain: Any) -> Any:
@@ -231,8 +208,8 @@ def _decode_items(items: Any) -> list[Any]:
     return [_decode(item) for item in items]
 
 
-def _decode_pairs(pairs: Any) -> list[tuple[Any, Any]]:
-    return [(key, item) for key, item in _decode_items(pairs)]
+def _decode_pairs(pairs: Any) -> dict[Any, Any]:
+    return dict(_decode_items(pairs))
 
 
 def _decode_ordered(value: Any) -> OrderedDict[Any, Any]:
@@ -241,16 +218,6 @@ def _decode_ordered(value: Any) -> OrderedDict[Any, Any]:
     if metadata:
         ordered._metadata = _decode(metadata[0])  # type: ignore[attr-defined]  # where nn.Module.state_dict puts it
     return ordered
-
-
-def _decode_counter(pairs: Any) -> Counter[Any]:
-    counter: Counter[Any] = Counter()
-    counter.update(dict(_decode_pairs(pairs)))
-    return counter
-
-
-def _decode_dtype(name: Any) -> torch.dtype:
-    return _DTYPES[name]
 
 
 def _decode_tensor(value: Any) -> torch.Tensor:
@@ -284,39 +251,30 @@ def _numel(shape: Any) -> int:
     return math.prod(shape)
 
 
+def _from_base64(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$int": lambda text: int(text, 16),
     "$float": _decode_double,
     "$complex": lambda parts: complex(*map(_decode_double, parts)),
     "$str": lambda text: _from_base64(text).decode("utf-8", "surrogatepass"),
-    "$bytes": lambda text: _from_base64(text),
+    "$bytes": _from_base64,
     "$bytearray": lambda text: bytearray(_from_base64(text)),
     "$tuple": lambda items: tuple(_decode_items(items)),
     "$size": lambda items: torch.Size(_decode_items(items)),
     "$set": lambda items: set(_decode_items(items)),
     "$frozenset": lambda items: frozenset(_decode_items(items)),
-    "$dict": lambda pairs: dict(_decode_pairs(pairs)),
+    "$dict": _decode_pairs,
     "$ordered": _decode_ordered,
-    "$counter": _decode_counter,
-    "$dtype": _decode_dtype,
-    "$device": lambda text: torch.device(text),
+    "$counter": lambda pairs: Counter(_decode_pairs(pairs)),
+    "$dtype": lambda name: _DTYPES[name],
+    "$device": torch.device,
     "$tensor": _decode_tensor,
     "$ndarray": _decode_array,
     "$scalar": lambda value: _decode_array(value)[()],
 }
-
-
-def _is_text(value: str) -> bool:
-    """Whether JSON keeps it: a pair of lone surrogates would come back as one character."""
-    return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _base64(content: bytes | bytearray) -> str:
-    return base64.b64encode(content).decode("ascii")
-
-
-def _from_base64(text: Any) -> bytes:
-    return base64.b64decode(text, validate=True)
 
 
 def _refuse_constant(text: str) -> float:
