@@ -9,8 +9,8 @@ from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.committed_rows import EXTENTS_DTYPE
 from tiered.store.format.row import Extent, pieces
-from tiered.store.space.dealing import block_order
 from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError, FreeRanges
+from tiered.store.space.stripes import block_order
 from tiered.units import MiB, round_up
 
 PAGE = 4096
@@ -98,35 +98,18 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def counters_agree(self):
-        assert self.allocator.free_nbytes == len(self.free[False]) * UNIT
-        assert self.allocator.free_scratch_nbytes == len(self.free[True]) * UNIT
+        assert self.allocator.free_nbytes() == len(self.free[False]) * UNIT
+        assert self.allocator.free_nbytes(scratch=True) == len(self.free[True]) * UNIT
         used = {
             scratch: sum(len(units_of(e)) for e, s in self.used if s is scratch) * UNIT for scratch in (False, True)
         }
-        assert self.allocator.used_nbytes == used[False]
-        assert self.allocator.used_scratch_nbytes == used[True]
+        assert self.allocator.used_nbytes() == used[False]
+        assert self.allocator.used_nbytes(scratch=True) == used[True]
         assert self.allocator.quarantined_nbytes == self.num_quarantined * UNIT
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(max_examples=60, stateful_step_count=30)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3)), max_size=60), st.integers(0, 400))
-def test_free_ranges_agree_with_a_set(cuts, nbytes):
-    ranges, free = FreeRanges(), set(range(3000))
-    ranges.add(0, 3000)
-    for start, length in cuts:
-        wanted = set(range(start, start + length))
-        assert ranges.take(start, start + length) == (wanted <= free)
-        if wanted <= free:
-            free -= wanted
-    runs = [start for start in free if start - 1 not in free]
-    lengths = {start: next(n for n in range(1, 3001) if start + n not in free) for start in runs}
-    best = min(((length, start) for start, length in lengths.items() if length >= nbytes), default=None)
-    found = ranges.take_best(nbytes) if nbytes else None
-    if nbytes:
-        assert found == (best[1] if best else None)
 
 
 def test_many_free_ranges_stay_in_order():
@@ -154,7 +137,7 @@ def test_a_record_is_split_only_when_no_range_is_long_enough():
     allocator.free(extents[::2])
     assert len(allocator.allocate_nowait(3 * PAGE)) == 3
     assert allocator.allocate_nowait(2 * PAGE) is None
-    assert allocator.free_nbytes == PAGE
+    assert allocator.free_nbytes() == PAGE
 
 
 def test_another_device_with_a_long_range_comes_before_splitting():
@@ -186,46 +169,19 @@ def test_small_records_take_the_devices_in_turn():
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
-    st.lists(st.integers(0, 60 * MiB), min_size=1, max_size=40),
-)
-def test_allocations_of_any_size_come_out_in_proportion_to_the_weights(weights, sizes):
-    allocator = allocator_of(*[4096 * MiB] * len(weights))
-    allocator.set_weights(weights)
-    taken, total = [0] * len(weights), 0
+@given(st.integers(1, 4), st.lists(st.integers(0, 60 * MiB), min_size=1, max_size=40))
+def test_allocations_of_any_size_come_out_in_equal_parts(num_devices, sizes):
+    allocator = allocator_of(*[4096 * MiB] * num_devices)
+    taken = [0] * num_devices
     for size in sizes:
         extents = allocator.allocate_nowait(size)
-        total += round_up(size, PAGE)
-        assert sum(e.nbytes for e in extents) == round_up(size, PAGE) and len(extents) <= len(weights)
+        assert sum(e.nbytes for e in extents) == round_up(size, PAGE) and len(extents) <= num_devices
+        if size >= num_devices * BLOCK_NBYTES:
+            assert len(extents) == num_devices
+            assert all(extent.nbytes % BLOCK_NBYTES == 0 for extent in extents[:-1])  # the last block may be short
         for extent in extents:
             taken[extent.device] += extent.nbytes
-        for nbytes, weight in zip(taken, allocator.weights, strict=True):
-            assert abs(nbytes - weight * total) <= len(weights) * BLOCK_NBYTES
-    assert allocator.weights == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-3)
-
-
-@given(st.lists(st.floats(0.2, 5), min_size=2, max_size=4), st.integers(0, 200 * MiB))
-def test_a_large_record_is_on_every_device_in_proportion(weights, nbytes):
-    allocator = allocator_of(*[1024 * MiB] * len(weights))
-    allocator.set_weights(weights)
-    extents = allocator.allocate_nowait(nbytes)
-    if nbytes >= len(weights) * BLOCK_NBYTES:
-        on = {extent.device: extent.nbytes for extent in extents}
-        for device, weight in enumerate(allocator.weights):
-            assert abs(on.get(device, 0) - weight * nbytes) < 2 * BLOCK_NBYTES  # the last block may be short
-        assert all(extent.nbytes % BLOCK_NBYTES == 0 for extent in extents[:-1])
-
-
-@pytest.mark.parametrize("nbytes", [PAGE, MiB, 4 * MiB, 8 * MiB, 9 * MiB])
-def test_tensors_of_one_size_converge_to_the_weights(nbytes):
-    allocator = allocator_of(*[1024 * MiB] * 2)
-    allocator.set_weights([3.0, 1.0])
-    taken = [0, 0]
-    for _ in range(80):
-        for extent in allocator.allocate_nowait(nbytes):
-            taken[extent.device] += extent.nbytes
-    assert taken[0] == pytest.approx(3 * taken[1], rel=0.05)
+        assert max(taken) - min(taken) <= (num_devices + 1) * BLOCK_NBYTES
 
 
 @pytest.mark.parametrize("scratch", [False, True])
@@ -233,27 +189,20 @@ def test_what_a_device_lacks_the_others_give_and_it_is_not_made_up_for(scratch):
     allocator = ExtentAllocator(2, PAGE)
     for device, size in enumerate((16 * MiB, 512 * MiB)):
         allocator.add_space(device, SCRATCH if scratch else 0, 0, size)
-    allocator.set_weights([3.0, 1.0])
     kept = [allocator.allocate_nowait(64 * MiB, scratch=scratch) for _ in range(4)]
-    on = [[(e.device, e.nbytes) for e in extents] for extents in kept]
-    assert on == [[(0, 16 * MiB), (1, 48 * MiB)], *[[(1, 64 * MiB)]] * 3]
+    on = [{device: sum(e.nbytes for e in extents if e.device == device) for device in (0, 1)} for extents in kept]
+    assert on == [{0: 16 * MiB, 1: 48 * MiB}, *[{0: 0, 1: 64 * MiB}] * 3]
     for extents in kept:
         allocator.free(extents)
     on = {e.device: e.nbytes for e in allocator.allocate_nowait(16 * MiB, scratch=scratch)}
-    assert on == {0: 12 * MiB, 1: 4 * MiB}
+    assert on == {0: 8 * MiB, 1: 8 * MiB}
 
 
-def test_the_weights_of_one_space_do_not_disturb_the_other():
+def test_the_turns_of_named_and_scratch_files_do_not_disturb_each_other():
     allocator = allocator_of(64 * MiB, 64 * MiB)
     for device in range(2):
         allocator.add_space(device, SCRATCH, 0, 64 * MiB)
     assert [allocator.allocate_nowait(PAGE, scratch=bool(i % 2))[0].device for i in range(4)] == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")]])
-def test_weights_are_checked(weights):
-    with pytest.raises(ValueError, match="2 positive and finite"):
-        ExtentAllocator(2, PAGE).set_weights(weights)
 
 
 def test_a_share_is_split_on_its_device_before_it_goes_to_another():
@@ -265,33 +214,11 @@ def test_a_share_is_split_on_its_device_before_it_goes_to_another():
     assert sum(e.nbytes for e in extents if e.device == 0) == 16 * MiB and len(extents) == 5
 
 
-def test_balance_is_asked_for_or_given_up():
-    allocator = allocator_of(4 * MiB, 64 * MiB)
-    assert allocator.has_balance(8 * MiB) and not allocator.has_balance(16 * MiB)
-    assert allocator.allocate_nowait(16 * MiB, balanced=True) is None
-    assert allocator.plan_growth(16 * MiB) == []
-    assert allocator.plan_balance(16 * MiB, room=[15 * MiB, 0]) == []
-    plan = allocator.plan_balance(16 * MiB, room=[1024 * MiB, 0])
-    grow(allocator, plan, {(0, 0): 4 * MiB})
-    assert {e.device: e.nbytes for e in allocator.allocate_nowait(16 * MiB, balanced=True)} == {0: 8 * MiB, 1: 8 * MiB}
-    assert allocator.allocate_nowait(100 * MiB) is not None  # what a device lacks the other gives
-
-
-def test_growth_is_in_proportion_too():
+def test_all_devices_grow_alike_so_that_small_tensors_use_each():
     allocator = ExtentAllocator(2, PAGE)
-    allocator.set_weights([3.0, 1.0])
-    assert allocator.plan_growth(400 * MiB) == [(0, 0, 300 * MiB), (1, 0, 100 * MiB)]
-
-
-def test_free_bytes_are_balanced_so_that_small_tensors_use_every_device():
-    allocator = ExtentAllocator(2, PAGE)
-    allocator.set_weights([3.0, 1.0])
+    assert allocator.plan_growth(400 * MiB) == [(0, 0, 200 * MiB), (1, 0, 200 * MiB)]
     sizes = {}
     grow(allocator, allocator.plan_growth(PAGE), sizes)
-    assert sizes == {(0, 0): GROWTH_NBYTES}
-    assert allocator.plan_balance(PAGE, room=[0, 0]) == []
-    assert allocator.plan_balance(PAGE, room=[0, 20 * MiB + 1]) == [(1, 0, 5 * MiB)]
-    grow(allocator, allocator.plan_balance(PAGE), sizes)
     assert sizes == {(0, 0): GROWTH_NBYTES, (1, 0): GROWTH_NBYTES}
     assert {e.device for _ in range(4) for e in allocator.allocate_nowait(PAGE)} == {0, 1}
 
@@ -310,10 +237,6 @@ def test_blocks_are_ordered_so_that_devices_take_turns(shares, short):
         for seen in range(1, len(order)):  # never far from its part of what was moved so far
             part = sum(where[block] == wanted for block in order[:seen])
             assert abs(part - seen * len(blocks) / len(order)) <= 2
-
-
-def test_nothing_needs_no_extent():
-    assert allocator_of(PAGE).allocate_nowait(0) == ()
 
 
 def table_of(*extents):
@@ -365,11 +288,11 @@ def test_claims_leave_the_rest_free(candidates, order):
             free -= pages
             claimed.append(Extent(device, file, page * PAGE, count * PAGE))
     allocator.claim_all(table_of(*(claimed[i] for i in order if i < len(claimed))))
-    assert (allocator.free_nbytes, allocator.used_nbytes) == (len(free) * PAGE, sum(e.nbytes for e in claimed))
+    assert (allocator.free_nbytes(), allocator.used_nbytes()) == (len(free) * PAGE, sum(e.nbytes for e in claimed))
     rest = allocator.allocate_nowait(len(free) * PAGE)
     assert {(e.device, e.file, p) for e in rest for p in range(e.offset // PAGE, (e.offset + e.nbytes) // PAGE)} == free
     allocator.free(rest + tuple(claimed))
-    assert allocator.used_nbytes == 0
+    assert allocator.used_nbytes() == 0
 
 
 def test_space_must_follow_what_is_there():
@@ -380,7 +303,7 @@ def test_space_must_follow_what_is_there():
 
 def test_a_length_off_the_alignment_counts_up_to_the_last_page():
     allocator = allocator_of(2 * PAGE + 100)
-    assert allocator.free_nbytes == 2 * PAGE
+    assert allocator.free_nbytes() == 2 * PAGE
     allocator.add_space(0, 0, 2 * PAGE + 100, 4 * PAGE)
     assert len(allocator.allocate_nowait(4 * PAGE)) == 1
 
@@ -393,7 +316,7 @@ def test_ranges_do_not_run_from_file_to_file():
 
 
 def test_growth_is_at_least_64_mib_and_an_eighth():
-    assert ExtentAllocator(2, PAGE).plan_growth(PAGE) == [(0, 0, GROWTH_NBYTES)]
+    assert ExtentAllocator(1, PAGE).plan_growth(PAGE) == [(0, 0, GROWTH_NBYTES)]
     allocator = allocator_of(1024 * MiB)
     allocator.allocate_nowait(1024 * MiB)
     assert allocator.plan_growth(PAGE) == [(0, 0, 1024 * MiB + 128 * MiB)]
@@ -408,11 +331,6 @@ def test_growth_goes_on_in_the_next_file_at_the_cap():
     assert plan == [(0, 0, 128 * MiB), (0, 1, 128 * MiB), (0, 2, 64 * MiB)]
     grow(allocator, plan, sizes)
     assert sum(e.nbytes for e in allocator.allocate_nowait(200 * MiB)) == 200 * MiB
-
-
-def test_scratch_has_one_file_without_a_cap():
-    allocator = ExtentAllocator(1, PAGE, max_file_nbytes=128 * MiB)
-    assert allocator.plan_growth(500 * MiB, scratch=True) == [(0, SCRATCH, 500 * MiB)]
 
 
 def test_growth_stays_within_the_room_of_each_device():

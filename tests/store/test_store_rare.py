@@ -21,7 +21,6 @@ from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget
 from tiered.store.residency.lease import Lease
-from tiered.store.space.dealing import _whole
 from tiered.store.space.extents import DeviceSpace, FreeRanges
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline
@@ -141,11 +140,6 @@ def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: Gat
 # -- space ---------------------------------------------------------------------------------------------------------
 
 
-def test_shares_that_are_too_large_together_are_cut() -> None:
-    assert sum(_whole([5, 5], 2, 3)) == 3
-    assert min(_whole([9, 0], 2, 1)) == 0
-
-
 def test_an_empty_range_changes_nothing() -> None:
     ranges = FreeRanges()
     ranges.add(5, 5)
@@ -157,17 +151,6 @@ def test_a_scratch_file_that_is_there_brings_no_space() -> None:
     MemoryDevice(disk, 0).grow(SCRATCH, 64 * KiB)
     with simulated_store(disk) as store:
         assert store.working_set.space.free_nbytes == 0
-        assert store.working_set.space.weights == [1.0]
-
-
-def test_new_bandwidths_change_where_bytes_go() -> None:
-    with simulated_store(num_devices=2) as store:
-        space = store.working_set.space
-        assert space.meter is not None
-        space.meter.new_weights = lambda: [0.25, 0.75]  # type: ignore[method-assign]
-        filled(store)
-        store.commit()
-        assert space.weights == [0.25, 0.75]
 
 
 def test_extents_that_two_streams_read_are_given_back_after_the_second(store: Store) -> None:

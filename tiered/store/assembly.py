@@ -183,7 +183,6 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         root.store_uuid,
         condition,
         deadline_s=deadline_s,
-        weights=parts.weights,
         spared_nbytes=parts.spared_nbytes,
         external=parts.external.device,
         external_indices=parts.external.indices,

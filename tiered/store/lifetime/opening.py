@@ -28,7 +28,6 @@ from tiered.store.format.state_text import encode
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.ledger import Ledgers
-from tiered.store.space.bandwidth import profiled_weights
 from tiered.units import MiB, format_bytes, parse_bytes
 
 __all__ = ["ENGINES", "MIN_DRAM_NBYTES", "Parts", "dram_budget", "empty_root", "new_arena", "open_parts"]
@@ -53,7 +52,6 @@ class Parts:
     devices: Sequence[Device]
     catalog: Catalog | None
     directories: Directories | None = None
-    weights: Sequence[float] | None = None  # by which extents are spread over the devices at first; None: equal
     spared_nbytes: int = 0  # of each device, for the catalog
     confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
     ledgers: Ledgers = field(default_factory=Ledgers)
@@ -157,7 +155,7 @@ def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str
         with contextlib.ExitStack() as stack:
             devices = _open_devices(scratch_directories(paths), engine, stack)
             stack.pop_all()
-            return Parts(arena, devices, None, weights=_weights(devices))
+            return Parts(arena, devices, None)
     with contextlib.ExitStack() as stack:
         directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
         stack.callback(directories.close)
@@ -172,7 +170,7 @@ def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str
         devices = _open_devices(directories.paths, engine, stack)
         ledgers.watch(devices)
         stack.pop_all()
-        return Parts(arena, devices, catalog, directories, _weights(devices), CATALOG_NBYTES, ledgers=ledgers)
+        return Parts(arena, devices, catalog, directories, CATALOG_NBYTES, ledgers=ledgers)
 
 
 def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[FileDevice]:
@@ -181,10 +179,6 @@ def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: context
         devices.append(open_device(path, engine))
         stack.callback(devices[-1].close)
     return devices
-
-
-def _weights(devices: Sequence[Device]) -> list[float] | None:
-    return profiled_weights([device.name for device in devices]) if len(devices) > 1 else None
 
 
 def _open_memory(num_devices: int, arena: Arena, durable: bool) -> Parts:

@@ -16,9 +16,9 @@ import numpy as np
 from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.format.row import Extent
-from tiered.store.space.dealing import Dealer
-from tiered.units import MiB, TiB, format_bytes, round_up
+from tiered.store.format.row import Extent, join
+from tiered.store.space.stripes import Stripes
+from tiered.units import MiB, TiB, divide_up, format_bytes, round_up
 
 __all__ = ["GROWTH_NBYTES", "DeviceSpace", "ExtentAllocator", "ExtentError", "FreeRanges"]
 
@@ -327,49 +327,26 @@ class ExtentAllocator:
         self._max_file_nbytes = max_file_nbytes
         self._named = [DeviceSpace(alignment, device) for device in range(num_devices)]
         self._scratch = [DeviceSpace(alignment, device) for device in range(num_devices)]
-        self._dealer = Dealer(num_devices)
-        self._scratch_dealer = Dealer(num_devices)
+        self._stripes = {is_scratch: Stripes(num_devices) for is_scratch in (False, True)}
 
     def __repr__(self) -> str:
         return (
-            f"<ExtentAllocator {len(self._named)} devices: {format_bytes(self.used_nbytes)} used, "
-            f"{format_bytes(self.free_nbytes)} free, {format_bytes(self.quarantined_nbytes)} quarantined>"
+            f"<ExtentAllocator {len(self._named)} devices: {format_bytes(self.used_nbytes())} used, "
+            f"{format_bytes(self.free_nbytes())} free, {format_bytes(self.quarantined_nbytes)} quarantined>"
         )
 
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of the named files that can be allocated without growing."""
-        return sum(space.free_nbytes for space in self._named)
+    def free_nbytes(self, *, scratch: bool = False) -> int:
+        """Return the bytes of the named files, or of the scratch files, that can be allocated without growing."""
+        return sum(space.free_nbytes for space in (self._scratch if scratch else self._named))
 
-    @property
-    def used_nbytes(self) -> int:
-        """Bytes of the named files that are allocated or claimed."""
-        return sum(space.used_nbytes for space in self._named)
-
-    @property
-    def free_scratch_nbytes(self) -> int:
-        """Bytes of the scratch files that can be allocated without growing."""
-        return sum(space.free_nbytes for space in self._scratch)
-
-    @property
-    def used_scratch_nbytes(self) -> int:
-        """Bytes of the scratch files that are allocated."""
-        return sum(space.used_nbytes for space in self._scratch)
+    def used_nbytes(self, *, scratch: bool = False) -> int:
+        """Return the bytes of the named files, or of the scratch files, that are allocated or claimed."""
+        return sum(space.used_nbytes for space in (self._scratch if scratch else self._named))
 
     @property
     def quarantined_nbytes(self) -> int:
         """Bytes that are lost to this process, named and scratch."""
         return sum(space.quarantined_nbytes for space in (*self._named, *self._scratch))
-
-    @property
-    def weights(self) -> list[float]:
-        """The share of each device in allocated bytes; together 1."""
-        return self._dealer.weights
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """Spread allocations in proportion to ``weights``, such as the devices' bandwidths, from now on. ValueError."""
-        self._dealer.set_weights(weights)
-        self._scratch_dealer.set_weights(weights)
 
     def file_nbytes(self, device: int, file: int) -> int:
         """Return the length of a file as far as ``add_space`` brought it."""
@@ -387,7 +364,7 @@ class ExtentAllocator:
 
         Raises ExtentError for an extent that is not aligned, not inside a known file, or overlaps another.
         """
-        assert not self.used_nbytes and not self.quarantined_nbytes
+        assert not self.used_nbytes() and not self.quarantined_nbytes
         known = np.zeros(len(extents), dtype=bool)
         for space in self._named:
             for file in space.files():  # few: a file grows to a TiB
@@ -404,52 +381,43 @@ class ExtentAllocator:
         extent = Extent(*extents[index].tolist())
         raise ExtentError(index, extent, self._problem(extent) or "overlaps a range that is in use")
 
-    def allocate_nowait(
-        self, nbytes: int, *, scratch: bool = False, balanced: bool = False
-    ) -> tuple[Extent, ...] | None:
+    def allocate_nowait(self, nbytes: int, *, scratch: bool = False) -> tuple[Extent, ...] | None:
         """Return extents of ``nbytes`` rounded up to the alignment, in logical order; None when free bytes are short.
 
-        From 4 MiB per device on, the bytes are spread over the devices in contiguous shares of whole blocks, in
-        proportion to their weights. A share is one extent (best fit) wherever one is long enough, else the longest free
-        ranges. Other devices take the bytes that one lacks room for; with ``balanced`` that is None, too.
+        From 4 MiB per device on, the bytes are spread over the devices in equal, contiguous shares of whole blocks. A
+        share is one extent (best fit) wherever one is long enough, else the longest free ranges. Other devices take the
+        bytes that one lacks room for.
         """
         spaces = self._scratch if scratch else self._named
         needed = round_up(nbytes, self.alignment)
-        if needed > sum(space.free_nbytes for space in spaces):
-            return None
-        if balanced and not self.has_balance(nbytes, scratch=scratch):
+        if needed > self.free_nbytes(scratch=scratch):
             return None
         extents: list[Extent] = []
-        for device, share in self._dealer_of(scratch).deal(needed):
-            preferred = spaces[device:] + spaces[:device]
-            for extent in _take_share(preferred, share):
-                _append(extents, extent)
-        return tuple(extents)
-
-    def has_balance(self, nbytes: int, *, scratch: bool = False) -> bool:
-        """Whether each device has its share of the next ``nbytes`` free."""
-        spaces = self._scratch if scratch else self._named
-        shares = self._dealer_of(scratch).shares(round_up(nbytes, self.alignment))
-        return all(share <= spaces[device].free_nbytes for device, share in shares)
+        for device, share in self._stripes[scratch].take(needed):
+            extents += _take_share(spaces[device:] + spaces[:device], share)
+        return join(extents)
 
     def plan_growth(
         self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
     ) -> list[tuple[int, int, int]]:
         """Return the files to grow, as (device, file, new size), so that ``nbytes`` can be allocated; [] if they can.
 
-        A file grows by the bytes needed, but at least by 64 MiB and by an eighth of its length, or by a quarter of the
-        device's room where that is less; named files end at ``max_file_nbytes`` and the next number follows. ``room``
-        says how many bytes each device can still give: steps stay within it, and what one device lacks the others take.
-        Raises CapacityError when all rooms together are short.
+        All devices grow alike, so that small tensors use each of them. A file grows by the bytes needed, but at least
+        by 64 MiB and by an eighth of its length, or by a quarter of the device's room where that is less; named files
+        end at ``max_file_nbytes`` and the next number follows. ``room`` says how many bytes each device can still give:
+        steps stay within it, and what one device lacks the others take. Raises CapacityError when all rooms together
+        are short.
         """
         spaces = self._scratch if scratch else self._named
         needed = round_up(nbytes, self.alignment)
-        missing = needed - sum(space.free_nbytes for space in spaces)
+        missing = needed - self.free_nbytes(scratch=scratch)
         if missing <= 0:
             return []
-        short = [0] * len(spaces)
-        for device, share in self._dealer_of(scratch).shares(needed):
-            short[device] = max(0, share - spaces[device].free_nbytes)
+        shares, even = dict(self._stripes[scratch].shares(needed)), divide_up(needed, len(spaces))
+        short = [
+            max(0, round_up(max(shares.get(device, 0), even), self.alignment) - space.free_nbytes)
+            for device, space in enumerate(spaces)
+        ]
         limits: list[int | None] = [None] * len(spaces)
         if room is not None:
             aligned = [nbytes_left // self.alignment * self.alignment for nbytes_left in room]
@@ -462,28 +430,6 @@ class ExtentAllocator:
             plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
         return plan
 
-    def plan_balance(
-        self, nbytes: int, *, scratch: bool = False, room: Sequence[int] | None = None
-    ) -> list[tuple[int, int, int]]:
-        """Return more files to grow, as ``plan_growth`` does, so that ``nbytes`` and the free bytes are in balance.
-
-        Otherwise all free bytes could be on one device, and only that one busy. No step takes more than a quarter of a
-        device's ``room``: it is only for speed, and may fail.
-        """
-        spaces, weights = self._scratch if scratch else self._named, self.weights
-        shares = dict(self._dealer_of(scratch).shares(round_up(nbytes, self.alignment)))
-        most = max(space.free_nbytes / weight for space, weight in zip(spaces, weights, strict=True))
-        plan: list[tuple[int, int, int]] = []
-        for space, weight in zip(spaces, weights, strict=True):
-            wanted = min(int(most * weight), max(nbytes, GROWTH_NBYTES))
-            growth = round_up(max(wanted, shares.get(space.device, 0)) - space.free_nbytes, self.alignment)
-            limit = None if room is None else room[space.device] // 4 // self.alignment * self.alignment
-            if growth >= BLOCK_NBYTES and (limit is None or limit >= BLOCK_NBYTES):
-                first, cap = (SCRATCH, None) if scratch else (0, self._max_file_nbytes)
-                growth = growth if limit is None else min(growth, limit)
-                plan += [(space.device, file, size) for file, size in space.growth(growth, first, cap, limit)]
-        return plan
-
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back; freeing an extent that is not in use is an assertion."""
         for extent in extents:
@@ -493,9 +439,6 @@ class ExtentAllocator:
         """Take extents in use out of circulation: this process never hands them out again."""
         for extent in extents:
             self._space(extent.device, extent.file).quarantine(extent)
-
-    def _dealer_of(self, scratch: bool) -> Dealer:
-        return self._scratch_dealer if scratch else self._dealer
 
     def _space(self, device: int, file: int) -> DeviceSpace:
         return (self._scratch if file == SCRATCH else self._named)[device]
@@ -533,16 +476,6 @@ def _take_share(spaces: Sequence[DeviceSpace], share: int) -> Iterator[Extent]:
             extent = space.take_longest(share)
             share -= extent.nbytes
             yield extent
-
-
-def _append(extents: list[Extent], extent: Extent) -> None:
-    """Append ``extent``, joined with the last one where it goes on from there."""
-    if extents:
-        last = extents[-1]
-        if last[:2] == extent[:2] and last.offset + last.nbytes == extent.offset:
-            extents[-1] = last._replace(nbytes=last.nbytes + extent.nbytes)
-            return
-    extents.append(extent)
 
 
 def _fit(short: Sequence[int], missing: int, room: Sequence[int]) -> list[int]:

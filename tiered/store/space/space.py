@@ -6,7 +6,6 @@ Flushes of several devices happen at the same time. No extent or page goes under
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import heapq
 import threading
@@ -19,7 +18,6 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, Page, Row, join
-from tiered.store.space.bandwidth import BandwidthMeter
 from tiered.store.space.extents import ExtentAllocator, ExtentError
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.external_read import ExternalRead
@@ -145,17 +143,12 @@ class Space:
         condition: threading.Condition,
         *,
         deadline_s: float,
-        weights: Sequence[float] | None = None,
         spared_nbytes: int = 0,
         external: Device | None = None,
         external_indices: Mapping[int, int] | None = None,
     ) -> None:
-        """Spread extents over ``devices`` by ``weights``, such as bandwidths, until the devices are seen at work.
-
-        Files do not grow into the last ``spared_nbytes`` of a device: a full one could not even commit a deletion.
-        """
-        self.meter = BandwidthMeter(len(devices)) if len(devices) > 1 else None
-        self.devices = tuple(devices) if self.meter is None else self.meter.metered(devices)
+        """Files do not grow into the last ``spared_nbytes`` of a device: a full one could not commit a deletion."""
+        self.devices = tuple(devices)
         self.external = external  # the user's own files, that records may lie in
         self.external_indices = {} if external_indices is None else external_indices  # by the numbers that rows have
         self.alignment = max((device.alignment for device in devices), default=4096)
@@ -171,15 +164,12 @@ class Space:
         self._deadline_s = deadline_s
         self._spared_nbytes = spared_nbytes
         self._is_growing = False
-        self._has_room_to_balance = len(self.devices) > 1  # a drive may fill up: the others then take its share
         self._promises: dict[bool, tuple[int, int]] = {}  # scratch -> bytes reserved, bytes in use before that
         self._streams: dict[Extents, int] = {}  # extents that streams read now
         self._freed: set[Extents] = set()  # of these, the ones to give back after
         self._derived: dict[Extents, Readers] = {}  # extents of rows that versions with pages stand on
         self._late: dict[Extents, list[Extent]] = {}  # of these, parts to give back after
         self._allocator = ExtentAllocator(len(self.devices), self.alignment)
-        if weights is not None:
-            self._allocator.set_weights(weights)
         for index, device in enumerate(self.devices):
             for file, nbytes in sorted(device.files().items()):
                 if file != SCRATCH:
@@ -187,16 +177,11 @@ class Space:
 
     @property
     def used_nbytes(self) -> int:
-        return self._allocator.used_nbytes + self._allocator.used_scratch_nbytes
+        return self._allocator.used_nbytes() + self._allocator.used_nbytes(scratch=True)
 
     @property
     def free_nbytes(self) -> int:
-        return self._allocator.free_nbytes + self._allocator.free_scratch_nbytes
-
-    @property
-    def weights(self) -> list[float]:
-        """The share of each device in taken bytes; together 1."""
-        return self._allocator.weights
+        return self._allocator.free_nbytes() + self._allocator.free_nbytes(scratch=True)
 
     @property
     def quarantined_nbytes(self) -> int:
@@ -225,11 +210,8 @@ class Space:
             ) from None
 
     def take_nowait(self, nbytes: int, *, scratch: bool) -> Extents | None:
-        seen = None if self.meter is None else self.meter.new_weights()
-        if seen is not None:
-            self._allocator.set_weights(seen)
-            self._has_room_to_balance = True
-        return self._allocator.allocate_nowait(nbytes, scratch=scratch, balanced=self._has_room_to_balance)
+        """Return extents of ``nbytes``; None where the files have to grow first."""
+        return self._allocator.allocate_nowait(nbytes, scratch=scratch)
 
     def derive(self, extents: Extents, readers: Readers | None) -> None:
         """Note that versions with ``readers`` stand on the ``extents`` of a row without pages; None: no more."""
@@ -303,26 +285,11 @@ class Space:
             self._is_growing = True
         try:
             self._adopt()
-            has_grown = self._grow_by(nbytes, scratch=scratch)
-            if len(self.devices) > 1:
-                room = self._room()
-                with self._condition:
-                    plan = self._allocator.plan_balance(nbytes, scratch=scratch, room=room)
-                with contextlib.suppress(CapacityError):  # directories may share one file system's room
-                    for index, file, size in plan:
-                        self._grow(index, file, size)
-                        has_grown = True
-                with self._condition:
-                    # A caller that lacks room where nothing has to grow lacks balance alone: it does without.
-                    is_balanced = self._allocator.has_balance(nbytes, scratch=scratch)
-                    self._has_room_to_balance = has_grown and is_balanced
+            self._grow_by(nbytes, scratch=scratch)
         finally:
             with self._condition:
                 self._is_growing = False
                 self._condition.notify_all()
-
-    def _room(self) -> list[int]:
-        return [max(0, device.free_bytes() - self._spared_nbytes) for device in self.devices]
 
     def _adopt(self) -> None:
         """Make ranges of the files free that no record knows: an interrupt came when they had grown."""
@@ -333,26 +300,24 @@ class Space:
                     if known_nbytes < nbytes:
                         self._allocator.add_space(index, file, known_nbytes, nbytes)
 
-    def _grow_by(self, nbytes: int, *, scratch: bool) -> bool:
-        """Grow files until ``nbytes`` are free, by more than one plan where one step takes the room of another.
-
-        Returns whether any has grown.
-        """
-        has_grown = False
+    def _grow_by(self, nbytes: int, *, scratch: bool) -> None:
+        """Grow files until ``nbytes`` are free, by another plan where a device has less room than it said."""
+        full: set[int] = set()  # directories may share one file system's room
         while True:
-            room = self._room()
+            room = [
+                0 if index in full else max(0, device.free_bytes() - self._spared_nbytes)
+                for index, device in enumerate(self.devices)
+            ]
             with self._condition:
                 plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
-            num_grown = 0
             try:
                 for index, file, size in plan:
                     self._grow(index, file, size)
-                    num_grown += 1
-                return has_grown or num_grown > 0
-            except CapacityError:  # directories may share one file system's room
-                if not num_grown and sum(self._room()) >= sum(room):
+                return
+            except CapacityError:
+                full.add(index)
+                if len(full) == len(self.devices):
                     raise
-            has_grown |= num_grown > 0
 
     def _grow(self, index: int, file: int, size: int) -> None:
         self.devices[index].grow(file, size)
@@ -406,7 +371,7 @@ class Space:
     def reserve(self, nbytes: int, *, scratch: bool) -> None:
         """Grow files until ``nbytes`` can be written on top of earlier promises. Raises CapacityError."""
         with self._condition:
-            used, free = self._used_and_free(scratch)
+            used, free = self._allocator.used_nbytes(scratch=scratch), self._allocator.free_nbytes(scratch=scratch)
             promised, base = self._promises.get(scratch, (0, used))
             base = min(base, used)  # what was in use and is free again serves promises, too
             self._promises[scratch] = (promised + nbytes, base)
@@ -419,9 +384,3 @@ class Space:
                 promised, base = self._promises[scratch]
                 self._promises[scratch] = (promised - nbytes, base)
             raise
-
-    def _used_and_free(self, scratch: bool) -> tuple[int, int]:
-        allocator = self._allocator
-        if scratch:
-            return allocator.used_scratch_nbytes, allocator.free_scratch_nbytes
-        return allocator.used_nbytes, allocator.free_nbytes

@@ -22,8 +22,8 @@ from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
 from tiered.store.format.row import Extent, Row, Spec, part_of
 from tiered.store.residency.working_set import WorkingSet
 from tiered.store.residency.write_back import Shortage
-from tiered.store.space.dealing import block_order
 from tiered.store.space.space import Space
+from tiered.store.space.stripes import block_order
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.window import Job, OnDone, Window
 from tiered.store.waiting.deadline import Deadline
