@@ -141,8 +141,8 @@ def _power_cuts(kind: str) -> Callable[[int], Iterator[Step]]:
 
 def _errors(first: int) -> Iterator[Step]:
     """The errno sweep: even seeds on io_uring, odd ones on threads, until every case was tried."""
+    from bench.errno_sweep import cases, try_case
     from tests.rigs.room import room
-    from tests.rigs.sweep import cases, try_case
 
     with room() as made:
         drive = made.daemon("faulty")
@@ -225,7 +225,6 @@ CAMPAIGNS: dict[str, Campaign] = {
     "model": Campaign("", 20_000, _batches("tests.store.model")),
     "threads": Campaign("", 10_000, _batches("tests.store.threads")),
     "programs": Campaign("", 100_000, _batches("tests.zero.drawn.programs")),
-    "fuzz": Campaign("", 400_000, _batches("tests.store.fuzz")),  # an hour on two cores
 }
 
 

@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 
-from tests.rigs.faulty_files import FaultyFiles
+from bench.faulty_files import FaultyFiles
 from tests.rigs.fuse import mount, serve
 from tests.rigs.passthrough import Passthrough
 from tests.rigs.volatile_disks import VolatileDisks
