@@ -27,8 +27,9 @@ def blocks_are_written_in_place(patch: Patch) -> None:
         target: Any = begin(write, nbytes)
         if target is None or isinstance(target, Shortage) or target.row.pages is None:
             return target
+        first = target.new.base_block
         page: Page = target.row.pages.page(target.row, 0)
-        (places,) = places_of(page, target.row.block_nbytes, [range(target.first, target.first + target.blocks)])
+        (places,) = places_of(page, target.row.block_nbytes, [range(first, first + target.new.num_blocks)])
         return target._replace(new=replace(target.new, extents=places))
 
     patch.setattr(PartWrite, "_begin", begin_in_place)

@@ -21,41 +21,27 @@ from tiered.store.format.row import Extent, ExternalRange, Row
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.units import round_up
 
-__all__ = ["AlignedRange", "ExternalRead", "aligned_range"]
-
-
-class AlignedRange(NamedTuple):
-    """An aligned range of a file, to be read into memory, and the place of the wanted bytes in that memory."""
-
-    offset: int  # in the file, aligned
-    nbytes: int  # aligned
-    skip: int  # bytes of it before the wanted ones
-    wanted: int  # bytes
-
-    def copy_out(self, memory: memoryview, destination: memoryview) -> None:
-        """Copy the wanted bytes from ``memory``, which the range was read into, to all of ``destination``."""
-        destination[:] = memory[self.skip : self.skip + self.wanted]
-
-
-def aligned_range(offset: int, nbytes: int, alignment: int) -> AlignedRange:
-    """Return the smallest aligned range that holds ``nbytes`` at ``offset``; an empty one for no bytes."""
-    start = offset - offset % alignment
-    end = round_up(offset + nbytes, alignment) if nbytes else start
-    return AlignedRange(start, end - start, offset - start, nbytes)
-
-
-# -- external read -----------------------------------------------------------------------------------------------------
+__all__ = ["ExternalRead"]
 
 
 _EDGE_PAGES = 4  # shorter ranges come through scratch memory as a whole
 
 
 class _Edge(NamedTuple):
-    """Bytes on their way through scratch memory."""
+    """Bytes on their way through scratch memory, in the smallest aligned range of a file that holds them."""
 
     place: int  # in the transfer's memory
-    found: AlignedRange
-    scratch: memoryview
+    file: int
+    offset: int  # of the aligned range
+    nbytes: int  # of it
+    skip: int  # bytes of it before the wanted ones
+    wanted: int  # bytes
+
+    @classmethod
+    def of(cls, place: int, file: int, offset: int, nbytes: int, alignment: int) -> _Edge:
+        """Return the edge for ``nbytes`` at ``offset`` of ``file``."""
+        start = offset - offset % alignment
+        return cls(place, file, start, round_up(offset + nbytes, alignment) - start, offset - start, nbytes)
 
 
 class _Shift(NamedTuple):
@@ -80,7 +66,7 @@ class ExternalRead(Transfer):
         assert not self.is_write, row
         self._indices = indices
         self._starts = [each.start for each in row.ranges]
-        self._edges: dict[int, list[_Edge]] = {}  # by slab
+        self._edges: dict[int, list[tuple[_Edge, memoryview]]] = {}  # by slab, with scratch memory
         self._shifts: dict[int, list[_Shift]] = {}
 
     def _operations(self) -> list[list[tuple[int, Operation]]]:
@@ -92,21 +78,21 @@ class ExternalRead(Transfer):
     def _pieces(self, slab: int) -> list[tuple[Extent, memoryview]]:
         end = (slab - self.first_slab) * SLAB_NBYTES + min(SLAB_NBYTES, self.row.nbytes - slab * SLAB_NBYTES)
         assert end <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
-        edges: list[tuple[int, int, AlignedRange]] = []  # place, file, what to read
+        edges: list[_Edge] = []
         shifts: list[_Shift] = []
         pieces: list[tuple[Extent, memoryview]] = []
         for place, each in self._ranges_in(slab):
             self._plan(place, each, edges, shifts, pieces)
         if not edges and not pieces:  # zeros alone: a slab ends when its reads do
-            edges.append((0, 0, AlignedRange(0, self._alignment(), 0, 0)))
-        scratch = memoryview(mmap.mmap(-1, max(1, sum(found.nbytes for _, _, found in edges))))
+            edges.append(_Edge(0, 0, 0, self._alignment, 0, 0))
+        scratch = memoryview(mmap.mmap(-1, max(1, sum(edge.nbytes for edge in edges))))
         start = 0
         self._edges[slab], self._shifts[slab] = [], shifts
-        for place, file, found in edges:
-            memory = scratch[start : start + found.nbytes]
-            pieces.append((Extent(0, file, found.offset, found.nbytes), memory))
-            self._edges[slab].append(_Edge(place, found, memory))
-            start += found.nbytes
+        for edge in edges:
+            memory = scratch[start : start + edge.nbytes]
+            pieces.append((Extent(0, edge.file, edge.offset, edge.nbytes), memory))
+            self._edges[slab].append((edge, memory))
+            start += edge.nbytes
         return pieces
 
     def _ranges_in(self, slab: int) -> list[tuple[int, ExternalRange]]:
@@ -128,15 +114,15 @@ class ExternalRead(Transfer):
         self,
         place: int,
         each: ExternalRange,
-        edges: list[tuple[int, int, AlignedRange]],
+        edges: list[_Edge],
         shifts: list[_Shift],
         pieces: list[tuple[Extent, memoryview]],
     ) -> None:
         """Plan the reads for bytes that belong at ``place`` in the memory: an interior, and what is around it."""
-        unit = self._alignment()
+        unit = self._alignment
         _, file, offset, nbytes = each
         if nbytes <= _EDGE_PAGES * unit:
-            edges.append((place, file, aligned_range(offset, nbytes, unit)))
+            edges.append(_Edge.of(place, file, offset, nbytes, unit))
             return
         first, last = round_up(offset, unit), (offset + nbytes) // unit * unit
         belongs_at = place + first - offset
@@ -146,18 +132,18 @@ class ExternalRead(Transfer):
         if read_at > belongs_at:
             shifts.append(_Shift(belongs_at, read_at, last - first))
         if first > offset:
-            edges.append((place, file, aligned_range(offset, first - offset, unit)))
+            edges.append(_Edge.of(place, file, offset, first - offset, unit))
         rest = offset + nbytes - last
         if rest:
-            edges.append((place + last - offset, file, aligned_range(last, rest, unit)))
+            edges.append(_Edge.of(place + last - offset, file, last, rest, unit))
 
     def _assemble(self, slab: int) -> None:
         """Put what was read where it belongs, and zeros between."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         for shift in self._shifts.pop(slab):
             ctypes.memmove(address + shift.place, address + shift.read_at, shift.nbytes)
-        for edge in self._edges.pop(slab):
-            edge.found.copy_out(edge.scratch, self.memory[edge.place : edge.place + edge.found.wanted])
+        for edge, memory in self._edges.pop(slab):
+            self.memory[edge.place : edge.place + edge.wanted] = memory[edge.skip : edge.skip + edge.wanted]
         end = (slab - self.first_slab) * SLAB_NBYTES
         for place, each in (*self._ranges_in(slab), (end + len(self._bytes_of(slab)), None)):
             if place > end:

@@ -94,28 +94,9 @@ class Transfer:
     """
 
     __slots__ = (
-        "_devices",
-        "_is_unchecked",
-        "_lock",
-        "_num_pieces_left",
-        "_num_slabs_left",
-        "_on_done",
-        "_on_moved",
-        "_pieces_left",
-        "_progress",
-        "_slabs",
-        "_start",
-        "_store_uuid",
-        "_threads",
-        "_unsubmitted",
-        "digests",
-        "error",
-        "failed_piece",
-        "first_slab",
-        "io_class",
-        "is_done",
-        "memory",
-        "row",
+        "_alignment", "_devices", "_is_unchecked", "_lock", "_num_pieces_left", "_num_slabs_left", "_on_done",
+        "_on_moved", "_pieces_left", "_progress", "_slabs", "_start", "_store_uuid", "_threads", "_unsubmitted",
+        "digests", "error", "failed_piece", "first_slab", "io_class", "is_done", "memory", "row",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +123,7 @@ class Transfer:
         self.failed_piece: Extent | None = None  # in which the device failed with ``error``
         self.is_done = False  # for the owner, which sets it under its lock
         self._devices = devices
+        self._alignment = max(device.alignment for device in devices)
         self._store_uuid = store_uuid
         self._threads = threads
         self._progress = progress
@@ -155,7 +137,7 @@ class Transfer:
         self._num_slabs_left = 0  # slabs with pieces at the devices, or that wait for their check
         self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
-        self._unsubmitted: set[int] = set()  # blocks without any submitted piece
+        self._unsubmitted = set(self._slabs)  # without any submitted piece
 
     @property
     def is_write(self) -> bool:
@@ -169,7 +151,6 @@ class Transfer:
         """
         if self.row.is_paged and not self._finds_pages():
             return
-        operations: list[list[tuple[int, Operation]]] | None = None
         try:
             operations = self._operations()
             if not operations:  # a row of no bytes
@@ -182,11 +163,11 @@ class Transfer:
                 self._unsubmitted.clear()
                 submit_all(self._devices, all_operations)
         except BaseException as error:
-            if operations is None or (self._unsubmitted and not self.is_write):
+            left = [slab for slab in self._slabs if self._claim(slab)]
+            if left and len(left) == len(self._slabs):
                 self.cancel(error)
-            for slab in self._slabs if self.is_write and operations else ():
-                if self._claim(slab):
-                    self._slabs_done(1, NotSubmittedError(error))
+            elif left:
+                self._slabs_done(len(left), NotSubmittedError(error))
             raise
 
     def _finds_pages(self) -> bool:
@@ -196,23 +177,22 @@ class Transfer:
             self._start = self._slabs.start * SLAB_NBYTES
             self.row = part_of(self.row, self._slabs.start * blocks, len(self._slabs) * blocks)
         except TieredError as error:
-            self._end_with(error)
+            self._cancel(error)
             return False
         except BaseException as error:
             self.cancel(error)
             raise
         return True
 
-    def _end_with(self, error: Exception) -> None:
-        """End a transfer before anything of it is submitted."""
+    def cancel(self, reason: BaseException) -> None:
+        """End a transfer of which nothing was submitted."""
+        self._cancel(NotSubmittedError(reason))
+
+    def _cancel(self, error: Exception) -> None:
         self.error = error
         if self._on_moved is not None:
             self._on_moved(self)
         self._on_done(self)
-
-    def cancel(self, reason: BaseException) -> None:
-        """End a transfer that was not started."""
-        self._end_with(NotSubmittedError(reason))
 
     def _operations(self) -> list[list[tuple[int, Operation]]]:
         """Return the operations of each slab, each with the number of its device, and count them."""
@@ -235,7 +215,6 @@ class Transfer:
         self._num_slabs_left = len(operations)
         if self.is_write:
             self.digests = bytearray(self.row.digests or self._digests_end(self._slabs[-1]) if operations else 0)
-        self._unsubmitted = set(self._slabs)
         return operations
 
     def _claim(self, slab: int) -> bool:
@@ -274,7 +253,7 @@ class Transfer:
         start = slab * SLAB_NBYTES - self._start
         base = self.first_slab * SLAB_NBYTES - self._start
         logical = min(SLAB_NBYTES, self.row.nbytes - start)
-        nbytes = round_up(logical, self._alignment())
+        nbytes = round_up(logical, self._alignment)
         assert start - base + nbytes <= len(self.memory), f"{len(self.memory)} bytes of memory for {self.row}"
         if self.is_write and nbytes > logical:
             self.memory[start - base + logical : start - base + nbytes] = bytes(nbytes - logical)
@@ -284,9 +263,6 @@ class Transfer:
             found.append((piece, self.memory[position : position + piece.nbytes]))
             position += piece.nbytes
         return found
-
-    def _alignment(self) -> int:
-        return max(device.alignment for device in self._devices)
 
     def _bytes_of(self, slab: int) -> memoryview:
         start = (slab - self.first_slab) * SLAB_NBYTES
@@ -316,12 +292,9 @@ class Transfer:
         if is_moved and self._on_moved is not None:  # order: before the last slab can be done
             self._on_moved(self)
         if is_due:
-            self._compute(slab, functools.partial(self._check_arrived, slab))
+            self._compute(slab, lambda: self._slabs_done(1, self._check(slab)))
         elif is_complete:
             self._slabs_done(1)
-
-    def _check_arrived(self, slab: int) -> None:
-        self._slabs_done(1, self._check(slab))
 
     def _slabs_done(self, number: int, error: Exception | None = None) -> None:
         self._progress.num_blocks += number

@@ -26,7 +26,7 @@ from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
 from tiered.store.records.entry import EntryState
 from tiered.store.residency.lease import refuse_modes
 from tiered.store.residency.working_set import WorkingSet
-from tiered.store.transfers.transfer import NotSubmittedError, submit_all
+from tiered.store.transfers.transfer import submit_all
 from tiered.store.values.streaming import give_back, install, new_row, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import LARGE_NBYTES, Values
@@ -52,12 +52,9 @@ def _is_small(working_set: WorkingSet, nbytes: int) -> bool:
 
 
 class _Batch:
-    """The operations of one batch; a Movement. Extents and memory are its own until ``on_done(batch)`` is called.
+    """The operations of one batch; a Movement. ``error`` is one that an operation ended with; there are no digests."""
 
-    ``error`` is one that an operation ended with. Digests are the owner's business, which knows the records.
-    """
-
-    __slots__ = ("_devices", "_io_class", "_lock", "_num_left", "_on_done", "_pieces", "error", "is_done")
+    __slots__ = ("_devices", "_lock", "_num_left", "_on_done", "_operations", "error", "is_done", "is_write")
 
     def __init__(
         self,
@@ -68,39 +65,28 @@ class _Batch:
     ) -> None:
         """``pieces`` are aligned and of equal length each: where on the devices, and where in memory."""
         self.error: Exception | None = None
-        self.is_done = False  # for the owner, which sets it under its lock
+        self.is_done = False  # for the window, which sets it under the store's lock
+        self.is_write = io_class is IOClass.WRITE
         self._devices = devices
-        self._pieces = list(pieces)
-        self._io_class = io_class
         self._on_done = on_done
         self._lock = threading.Lock()
-        self._num_left = 0
-
-    @property
-    def is_write(self) -> bool:
-        return self._io_class is IOClass.WRITE
+        self._operations = [(extent.device, self._operation(extent, memory, io_class)) for extent, memory in pieces]
+        self._num_left = len(self._operations)
 
     def start(self) -> None:
         """Submit everything; raises interrupts only, and ends with an error then."""
-        try:
-            operations = [(extent.device, self._operation(extent, memory)) for extent, memory in self._pieces]
-        except BaseException as error:
-            self.error = NotSubmittedError(error)
-            self._on_done(self)
-            raise
-        # Order: the count before the first submit, because a device may complete inside submit.
-        self._num_left = len(operations)
+        operations, self._operations = self._operations, []  # lifetime: each refers to this batch
         submit_all(self._devices, operations)
         if not operations:
             self._on_done(self)
 
-    def _operation(self, extent: Extent, memory: memoryview) -> Operation:
+    def _operation(self, extent: Extent, memory: memoryview, io_class: IOClass) -> Operation:
         return Operation(
             is_write=self.is_write,
             file=extent.file,
             offset=extent.offset,
             memory=memory,
-            io_class=self._io_class,
+            io_class=io_class,
             on_done=self._piece_done,
         )
 

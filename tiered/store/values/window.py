@@ -66,6 +66,7 @@ class Window:
         self._working_set = working_set
         self._flying: deque[tuple[Job, Iterator[Movement], Movement]] = deque()  # oldest first
         self._buffers: dict[Movement, Buffer] = {}
+        self._idle: list[Buffer] = []
         self._num_done = 0
         self._num_moving = 0
         self._moving_nbytes = 0
@@ -77,28 +78,24 @@ class Window:
 
         ``first``, reserved by the caller, becomes the window's: jobs that fit in it never wait for memory.
         """
-        idle = [] if first is None else [first]
+        if first is not None:
+            self._idle.append(first)
         try:
             for job in jobs:
                 INTERRUPTS.look()
-                buffer = self._next_buffer(idle, job.nbytes)
-                idle.append(buffer)
-                movements = job.movements(buffer, self._done)
-                self._start(job, movements, next(movements), idle.pop())
-            self._drain(idle)
+                self._idle.append(self._next_buffer(job.nbytes))
+                movements = job.movements(self._idle[-1], self._done)
+                self._start(job, movements, next(movements), self._idle.pop())
+            self.drain()
         finally:
-            for buffer in idle:
-                self._working_set.unreserve(buffer)
+            self._give_idle_back()
             self._abandon()
 
     def drain(self) -> None:
-        """Finish everything that is in flight; for jobs that come between."""
-        idle: list[Buffer] = []
-        try:
-            self._drain(idle)
-        finally:
-            for buffer in idle:
-                self._working_set.unreserve(buffer)
+        """Finish everything that is in flight, and keep no buffer: for jobs that wait for something else."""
+        while self._flying:
+            self._finish_oldest()
+        self._give_idle_back()
 
     def when_idle(self, action: Callable[[], object]) -> None:
         """Call ``action`` under the store's lock as soon as nothing of this window is in flight."""
@@ -108,9 +105,9 @@ class Window:
             else:
                 action()
 
-    def _drain(self, idle: list[Buffer]) -> None:
-        while self._flying:
-            self._finish_oldest(idle)
+    def _give_idle_back(self) -> None:
+        while self._idle:
+            self._working_set.unreserve(self._idle.pop())
 
     def _start(self, job: Job, movements: Iterator[Movement], movement: Movement, buffer: Buffer) -> None:
         self._flying.append((job, movements, movement))
@@ -120,12 +117,12 @@ class Window:
             self._moving_nbytes += buffer.nbytes
         movement.start()
 
-    def _next_buffer(self, idle: list[Buffer], nbytes: int) -> Buffer:
+    def _next_buffer(self, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``; waits for the oldest movement when the window is full."""
         room = self._working_set.room
         while True:
-            while idle:
-                buffer = idle.pop()
+            while self._idle:
+                buffer = self._idle.pop()
                 if buffer.nbytes >= nbytes:
                     return buffer
                 room.unreserve(buffer)
@@ -135,7 +132,7 @@ class Window:
             if extra is not None:
                 return extra
             if self._flying[0][2].is_done:
-                self._finish_oldest(idle)
+                self._finish_oldest()
             else:
                 self._wait_for_oldest()
 
@@ -157,15 +154,15 @@ class Window:
             while not movement.is_done:
                 deadline.wait(self._working_set.condition, self._num_done)
 
-    def _finish_oldest(self, idle: list[Buffer]) -> None:
-        """Wait for the oldest movement; its buffer is ``idle`` then, or on the way with the job's next one."""
+    def _finish_oldest(self) -> None:
+        """Wait for the oldest movement; its buffer is idle then, or on the way with the job's next one."""
         self._wait_for_oldest()
         job, movements, movement = self._flying.popleft()
         following = next(movements, None)
         with self._working_set.condition:
             buffer = self._buffers.pop(movement)
         if following is None:
-            idle.append(buffer)
+            self._idle.append(buffer)
         else:
             self._start(job, movements, following, buffer)
 

@@ -36,6 +36,8 @@ class CallMark:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Have the mark stay where what was raised, or what that came from, was not meant, and raise the latter."""
+        if error is None:
+            return
         stranger = _stranger(error)
         if stranger is not None:
             self.reason = repr(stranger)  # the outermost block knows it best
