@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["after_fork", "at_exit"]
+__all__ = ["after_fork", "at_exit", "before_fork"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered")
@@ -54,6 +54,7 @@ class _Actions:
 
 _at_exit = _Actions(newest_first=True)
 _after_fork = _Actions(newest_first=False)
+_before_fork = _Actions(newest_first=False)
 
 
 def at_exit(item: _T, action: Callable[[_T], object]) -> None:
@@ -69,3 +70,9 @@ def after_fork(item: _T, action: Callable[[_T], object]) -> None:
     """Have ``action(item)`` called in every child that is forked while ``item`` lives, the first added first."""
     _after_fork.add(item, action)
     _after_fork.watch(lambda run: os.register_at_fork(after_in_child=run))
+
+
+def before_fork(item: _T, action: Callable[[_T], object]) -> None:
+    """Have ``action(item)`` called before each fork while ``item`` lives, the first added first."""
+    _before_fork.add(item, action)
+    _before_fork.watch(lambda run: os.register_at_fork(before=run))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tiered.bytes.exit_and_fork import after_fork, before_fork
 from tiered.errors import UsageError
 from tiered.store.residency.lease import is_in_transform
 from tiered.store.store import Store
@@ -29,7 +30,7 @@ from tiered.zero.layout import Shares
 from tiered.zero.parameters.fault_in import Access, end_interrupted
 from tiered.zero.parameters.functorch import guard_functorch
 from tiered.zero.parameters.module_calls import ModuleCalls
-from tiered.zero.parameters.open_units import OpenUnits, ahead_on, forget_in_children
+from tiered.zero.parameters.open_units import OpenUnits, ahead_on
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
 
@@ -77,7 +78,8 @@ class Engine:
             unit.gradients = UnitGradients(unit, self.open_gradients, self.layouts.lay_out_anew)
             self.open_gradients.add(unit.gradients)
         self.expect_steps()
-        forget_in_children(self)
+        before_fork(self, Engine.end_updates_before_fork)
+        after_fork(self, Engine.forget)
         guard_functorch()
 
     def __repr__(self) -> str:
@@ -97,10 +99,6 @@ class Engine:
         """Follow the gradient of ``parameter`` if it requires one, and make a place for it in time."""
         self.backward.watch(parameter)
         self.layouts.is_stale = True
-
-    def written(self, segment: Segment, source: torch.Tensor | None) -> None:
-        """The values of a parameter were replaced, by ``source`` where it is known; so is its master."""
-        self.masters.set_master(segment, source)
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class Engine:
         self.layouts.is_stale = True  # the next forward checks once that the units fit the trained parameters
         self.schedule = self.layouts.expect_steps(self.open_gradients)
 
-    def settle(self) -> None:
+    def end_updates_before_fork(self) -> None:
         """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""
         if os.getpid() == self.phase.pid:
             self.updates.wait_for_all()

@@ -1,7 +1,7 @@
 """Phase: the place of one sharded model in its step, the events that may come next, and the refusals of others.
 
-A phase is a settled state, and the calls that run on top of it. The units' saved references tell whether a graph is
-alive; the phase does not: two forwards and then two backwards are as legal as one after the other.
+A phase is the state between calls, and the calls that run on top of that state. The units' saved references tell
+whether a graph is alive; the phase does not: two forwards and then two backwards are as legal as one after the other.
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
 from tiered.zero.state_dict_copies import Export
 
-__all__ = ["Event", "Phase", "Running", "Settled", "graph_task", "in_graph_task", "is_autograds_own"]
+__all__ = ["Event", "Phase", "StepState", "graph_task", "in_graph_task", "is_autograds_own"]
 
 
-class Settled(enum.Enum):
-    """The state of a model between its calls; each member says which calls may come and what the state costs."""
+class StepState(enum.Enum):
+    """The state of a model between its calls; each member says which calls may come and what the state costs.
+
+    CLEAN -> PENDING [autograd accumulates], PENDING -> CLEAN [``Engine.step_ended``, ``zero_grad``],
+    CLEAN -> USED [``Backward``, at the end of one that updates], USED -> CLEAN [``conclude``],
+    any -> ABANDONED [``abandon``], ABANDONED and MUST_RESUME -> CLEAN [``restored``].
+    """
 
     CLEAN = "clean"  # no gradient waits: every call may begin; DRAM keeps held keys and those read ahead
     PENDING = "pending"  # gradients wait for a step: no commit; they take their share of DRAM, and NVMe beyond it
     USED = "used"  # a backward has updated its units: only evaluation, then step(); no gradient takes memory
     ABANDONED = "abandoned"  # a step was left half done: only rollback(), resume() and close()
     MUST_RESUME = "must resume"  # the store holds a run that was not resumed: only resume() and close()
-
-
-class Running(enum.Enum):
-    """The innermost call that runs now; each member says what may be touched and what the call costs."""
-
-    NOTHING = "nothing"  # no parameter may be touched, but between a forward and its backward
-    FORWARD = "forward"  # parameters may be read; the units in use and the root take the share of gathered bytes
-    BACKWARD = "backward"  # the same, and one gradient for each of these units
 
 
 class Event(enum.Enum):
@@ -53,10 +50,10 @@ class Event(enum.Enum):
 
 _PENDING = "with gradients pending; expected after optimizer.step(), or after optimizer.zero_grad(), which drops them"
 
-_REFUSED: dict[Settled, dict[Event, str]] = {
-    Settled.CLEAN: {},
-    Settled.PENDING: {Event.BETWEEN_STEPS: _PENDING},
-    Settled.USED: {
+_REFUSED: dict[StepState, dict[Event, str]] = {
+    StepState.CLEAN: {},
+    StepState.PENDING: {Event.BETWEEN_STEPS: _PENDING},
+    StepState.USED: {
         Event.FORWARD: 'after a backward that has updated parameters (update="backward"); expected optimizer.step()'
         " first: an evaluation under torch.no_grad() may run before it",
         Event.TOUCH: "between backward and optimizer.step(); expected inside a forward or backward of the model, or"
@@ -67,18 +64,18 @@ _REFUSED: dict[Settled, dict[Event, str]] = {
         ' the step cannot be skipped any more; expected step() next, or update="step"',
         Event.BETWEEN_STEPS: _PENDING,
     },
-    Settled.ABANDONED: dict.fromkeys(
+    StepState.ABANDONED: dict.fromkeys(
         Event,
         "the step was abandoned ({reason}); expected store.rollback(), store.resume() or, where nothing was ever"
         " committed, store.close() next",
     ),
-    Settled.MUST_RESUME: dict.fromkeys(
+    StepState.MUST_RESUME: dict.fromkeys(
         Event,
         "the store holds a run at generation {generation}; expected store.resume() first (after the optimizer and"
         " everything else is registered), or a store in an empty directory",
     ),
 }
-"""The one table of illegal events: settled state -> event -> the text of the refusal after the caller's words.
+"""The one table of illegal events: state -> event -> the text of the refusal after the caller's words.
 
 All other events are legal. A refusal changes nothing: the state after it is the state before it.
 """
@@ -144,25 +141,18 @@ class Phase:
         self._calls_under_way = calls_under_way
 
     def __repr__(self) -> str:
-        return f"Phase({self.settled.value}, {self.running.value})"
+        return f"Phase({self.state.value})"
 
     @property
-    def settled(self) -> Settled:
-        """The settled state."""
+    def state(self) -> StepState:
+        """The state between calls."""
         if self.abandoned:
-            return Settled.ABANDONED
+            return StepState.ABANDONED
         if self.must_resume:
-            return Settled.MUST_RESUME
+            return StepState.MUST_RESUME
         if self.has_updated:
-            return Settled.USED
-        return Settled.PENDING if self.has_gradients() else Settled.CLEAN
-
-    @property
-    def running(self) -> Running:
-        """The innermost call that runs now in this thread."""
-        if in_graph_task():
-            return Running.BACKWARD
-        return Running.FORWARD if self._calls_under_way else Running.NOTHING
+            return StepState.USED
+        return StepState.PENDING if self.has_gradients() else StepState.CLEAN
 
     @property
     def is_half_done(self) -> bool:
@@ -178,23 +168,23 @@ class Phase:
             self.updates.raise_failure()
         if not (self.abandoned or self.must_resume or self.has_updated) and event is not Event.BETWEEN_STEPS:
             return  # CLEAN and PENDING refuse nothing else: gradients are not looked through for it
-        settled = self.settled
-        refusal = _REFUSED[settled].get(event)
+        state = self.state
+        refusal = _REFUSED[state].get(event)
         if refusal is None:
             return
-        if settled is Settled.ABANDONED and not self.is_durable:
+        if state is StepState.ABANDONED and not self.is_durable:
             raise StoreLostError(
                 f"{what}: {self.abandoned}; a store with durable=False cannot roll back: start again in a new one"
             )
-        if settled is Settled.ABANDONED:
+        if state is StepState.ABANDONED:
             raise StepAbandonedError(f"{what}: {refusal.format(reason=self.abandoned)}")
-        if settled is Settled.MUST_RESUME:
+        if state is StepState.MUST_RESUME:
             raise UsageError(f"{what}: {refusal.format(generation=self._store.generation)}")
         raise UsageError(f"{what} {refusal}")
 
     def check_not_running(self, what: str) -> None:
         """Raise UsageError inside a forward or backward."""
-        if self.running is not Running.NOTHING:
+        if in_graph_task() or self._calls_under_way:
             raise UsageError(f"{what} inside a forward or backward; expected between steps")
 
     def check_unused(self, what: str) -> None:

@@ -56,7 +56,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             engine.give_up("a copy of values written inside tiered.unsharded failed")
             raise
         for segment in changed:
-            engine.written(segment, None)
+            engine.masters.set_master(segment, None)
 
 
 @uninterrupted_block

@@ -192,7 +192,7 @@ class _Operation:
         if error is None:
             for segment in self._written:
                 source = self._args[1] if self._func is torch.Tensor.copy_ and len(self._args) > 1 else None
-                self._access.engine.written(segment, source)
+                self._access.engine.masters.set_master(segment, source)
 
 
 def _event(calls: ModuleCalls, *, in_task: bool) -> Event:

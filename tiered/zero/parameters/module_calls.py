@@ -64,6 +64,7 @@ class EngineParts(Protocol):
     ahead: Ahead
     activations: Any  # Activations, of a room that stands above this one
     backward: Any  # Backward, too
+    masters: Any  # the owner of the fp32 masters
 
     def model(self) -> nn.Module | None:
         """Return the module that was sharded, as long as it lives."""
@@ -73,9 +74,6 @@ class EngineParts(Protocol):
 
     def begin_forward(self, is_first: bool) -> None:
         """An outermost forward begins; ``is_first`` of its step."""
-
-    def written(self, segment: Segment, source: torch.Tensor | None) -> None:
-        """The values of ``segment`` were replaced, by ``source`` where it is known."""
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of ``parameter`` if it requires one."""

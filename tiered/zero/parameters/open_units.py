@@ -1,17 +1,12 @@
 """OpenUnits: the units of one model that are leased now, by age and by address.
 
 This is mechanism only: the engine decides which unit is opened and when, the working set where parked bytes go. The
-bytes of the next units go to a compute device while a unit computes. Forked children own none of the parent's leases,
-so every engine in a child forgets its open units. Before the fork the parent finishes its updates: a child must not
-find a lock that a thread of the parent's holds.
+bytes of the next units go to a compute device while a unit computes.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
@@ -23,7 +18,7 @@ from tiered.tiers.compute_tier import ComputeTier, Gathered
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 
-__all__ = ["Ahead", "OpenUnits", "ahead_on", "forget_in_children"]
+__all__ = ["Ahead", "OpenUnits", "ahead_on"]
 
 
 class Ahead:
@@ -183,32 +178,3 @@ class GatherAhead(Ahead):
 def ahead_on(tier: ComputeTier, is_pending: Callable[[Unit], bool]) -> Ahead:
     """Return what works ahead on ``tier``."""
     return GatherAhead(tier, is_pending) if isinstance(tier, AcceleratorTier) else Ahead()
-
-
-class _Forgetful(Protocol):
-    def forget(self) -> None: ...
-
-    def settle(self) -> None: ...
-
-
-_forgetful: weakref.WeakSet[_Forgetful] = weakref.WeakSet()
-_is_watching = False
-
-
-def forget_in_children(engine: _Forgetful) -> None:
-    """Have ``engine.settle()`` called before each fork and ``engine.forget()`` in each child, as long as it lives."""
-    global _is_watching
-    _forgetful.add(engine)
-    if not _is_watching:
-        _is_watching = True
-        os.register_at_fork(before=_settle_all, after_in_child=_forget_all)
-
-
-def _settle_all() -> None:
-    for engine in list(_forgetful):
-        engine.settle()
-
-
-def _forget_all() -> None:
-    for engine in list(_forgetful):
-        engine.forget()

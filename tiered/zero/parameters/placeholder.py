@@ -12,7 +12,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ __all__ = [
     "name_of",
     "ordinary_tensors",
     "placeholder",
-    "unrecorded",
     "without_dispatch",
 ]
 
@@ -50,35 +49,35 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
         return _blank(dtype, device).expand(shape)
 
 
-def unrecorded() -> AbstractContextManager[None]:
-    """Return a block that torch's profiler does not see: recording shapes it reads addresses, which raise here."""
-    return _unrecorded() if torch._C._autograd._profiler_enabled() else nullcontext()
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """Return a block whose tensors autograd can save later, and that torch's profiler does not see: most often none.
+
+    Autograd can save no tensor made inside of ``torch.inference_mode()``. The profiler reads addresses as it records
+    shapes, which raises for a placeholder.
+    """
+    is_profiled = torch._C._autograd._profiler_enabled()
+    return _ordinarily(is_profiled) if is_profiled or torch.is_inference_mode_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager
-def _unrecorded() -> Iterator[None]:
-    torch._C._autograd._enable_record_function(False)
-    try:
+def _ordinarily(is_profiled: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if is_profiled:
+            torch._C._autograd._enable_record_function(False)
+            stack.callback(torch._C._autograd._enable_record_function, True)
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
-
-
-def ordinary_tensors() -> AbstractContextManager[None]:
-    """Return a block whose tensors autograd can save later, also inside of ``torch.inference_mode()``."""
-    return _outside_inference() if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def is_in_mode() -> bool:
     """Return whether this thread is in one of torch's modes, or transforms, that see or change each operation."""
     num_modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
     return bool(num_modes or get_interpreter_stack()) or torch.is_inference_mode_enabled()
-
-
-@contextmanager
-def _outside_inference() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 @functools.cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
-from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, unrecorded, without_dispatch
+from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, without_dispatch
 
 __all__ = ["Segment", "Unit", "dense_strides", "digest"]
 
@@ -116,8 +115,25 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return strides
 
 
+# [Note: the way of a unit]
+#
+# A unit is faulted in where its parameters are wanted, and goes where nothing needs them:
+#
+# 1. The hook before a module's forward (``ModuleCalls.begin_call``) or the first operation on a parameter
+#    (fault_in.py) calls ``Unit.show``; a reference that autograd has saved calls ``Unit.open`` (saved_references.py).
+# 2. ``Engine.before_open`` waits for the unit's update, if one is pending. ``UnitBuffer.gather`` leases the unit's
+#    keys: bytes that are only on NVMe are read into DRAM, and from there copied to a compute device, if there is one.
+# 3. ``Engine.opened`` parks the units that no call uses any more, and tells the schedule, which reads the keys ahead
+#    that came next in the step before. On a compute device GatherAhead begins the copies of the next units.
+# 4. ``UnitBuffer.show`` makes the parameters views of the bytes. Autograd holds no view of them: for a weight that it
+#    saves, SavedPair hands it a SavedReference.
+# 5. The hook after the forward (``ModuleCalls.end_call``), the next unit that opens, or a lack of memory
+#    (``OpenUnits.park_one``) calls ``Unit.park``: the parameters point at placeholders, the leases end, and the bytes
+#    may leave DRAM. A backward opens the unit again from step 2 on; an update leases the keys by themselves.
+
+
 class Unit:
-    """Parameters that move together: swapped in, shown, updated and swapped out as one.
+    """Parameters that move together: swapped in, shown, updated and swapped out as one. See [Note: the way of a unit].
 
     Invariant: the parameters point at the buffer or at placeholders, never at bytes the unit does not lease. ``keys``
     are those of its spans, in order. An update writes the first few, ``trainable_keys``. ``version`` counts the
@@ -125,7 +141,7 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "_known", "_opened", "_parameters", "_seen", "_token", "_word", "buffer", "engine",
+        "__weakref__", "_digests", "_known", "_opened", "_parameters", "_seen", "_token", "_use", "buffer", "engine",
         "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
         "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
@@ -150,7 +166,7 @@ class Unit:
         self._digests: tuple[int, ...] = ()  # of the spans, where they were leased for writing
         self._seen: tuple[int, ...] = ()  # of the same spans, at the last look
         self._known: list[int] = []  # the versions of the keys' bytes, as the last lease for reading had them
-        self._word = ""  # the use it was opened for, for the recorder
+        self._use = ""  # for which it was opened: "forward", "backward" or "open"
         for segment in self.segments:
             segment.unit = self
         self.place(lay_out(name, [segment.spec for segment in self.segments]))
@@ -189,7 +205,7 @@ class Unit:
     @property
     def is_in_backward(self) -> bool:
         """Whether the unit is open, and was opened in a backward."""
-        return self.is_open and self._word == "backward"
+        return self.is_open and self._use == "backward"
 
     # -- leasing -------------------------------------------------------------------------------------------------
 
@@ -200,34 +216,36 @@ class Unit:
         ``mode`` "rw" closes a lease for reading first.
         """
         with self.working_set.mark:
-            buffer = self.buffer
-            if mode == "rw" and buffer.mode == "r":
-                self.park()
-            if buffer.state is BufferState.NONE:
-                word = self.engine.before_open(self)
-                with _ordinarily():  # order: later uses of the same lease may be recorded by autograd
-                    buffer.gather(mode)
-                self._word = word
-                if mode == "rw":
-                    self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
-                elif self._known != (known := self._versions_of_keys()):  # a put or a lease of the key's own wrote
-                    self._known = known
-                    self.outdate()
-                self.engine.opened(self)
-                # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
-                self._opened = self.working_set.recorder.begin()
-            return buffer.tensors
+            return self._open(mode)
 
     @uninterrupted
     def show(self, mode: str = "r") -> None:
         """Make the parameters views of the leased bytes."""
         with self.working_set.mark:
-            self.open(mode)
-            if self.buffer.state is BufferState.SHOWN:
-                return
-            with without_dispatch(), _ordinarily():
-                self.buffer.show(self._parameters)
-                self.versions = tuple([parameter._version for parameter in self._parameters])
+            self._open(mode)
+            if self.buffer.state is not BufferState.SHOWN:
+                with without_dispatch(), ordinary_tensors():
+                    self.buffer.show(self._parameters)
+                    self.versions = tuple([parameter._version for parameter in self._parameters])
+
+    def _open(self, mode: str) -> list[torch.Tensor]:
+        buffer = self.buffer
+        if mode == "rw" and buffer.mode == "r":
+            self.park()
+        if buffer.state is BufferState.NONE:
+            use = self.engine.before_open(self)
+            with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
+                buffer.gather(mode)
+            self._use = use
+            if mode == "rw":
+                self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
+            elif self._known != (known := self._versions_of_keys()):  # a put or a lease of the key's own wrote
+                self._known = known
+                self.outdate()
+            self.engine.opened(self)
+            # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
+            self._opened = self.working_set.recorder.begin()
+        return buffer.tensors
 
     @uninterrupted
     def park(self) -> bool:
@@ -240,7 +258,7 @@ class Unit:
             if self.num_ops or buffer.state is BufferState.NONE:
                 return buffer.state is BufferState.NONE
             self.look()  # order: where a copy out fails, the unit stays as it is
-            self.working_set.recorder.worked(f"{self._word} unit", self.name, self._opened)
+            self.working_set.recorder.worked(f"{self._use} unit", self.name, self._opened)
             written = ""
             if buffer.state is BufferState.SHOWN:
                 written = self._hide(check=buffer.mode == "r")
@@ -283,7 +301,7 @@ class Unit:
 
     def _hide(self, *, check: bool) -> str:
         written = ""
-        with without_dispatch(), _ordinarily():
+        with without_dispatch(), ordinary_tensors():
             for segment, version in zip(self.segments, self.versions, strict=True):
                 if check and segment.parameter._version != version:
                     written = segment.name
@@ -316,17 +334,6 @@ class Unit:
             yield from [segment for segment in self.segments if segment.parameter.requires_grad]
 
 
-def _ordinarily() -> AbstractContextManager[object]:
-    """Return a block whose tensors autograd can save later, and that torch's profiler does not see: most often none."""
-    if not torch.is_inference_mode_enabled() and not torch._C._autograd._profiler_enabled():
-        return _NOTHING
-    with ExitStack() as stack:
-        stack.enter_context(unrecorded())
-        stack.enter_context(ordinary_tensors())
-        return stack.pop_all()
-
-
-_NOTHING = nullcontext()
 _WORDS = {BufferState.NONE: "parked", BufferState.GATHERED: "open", BufferState.SHOWN: "shown"}
 
 
