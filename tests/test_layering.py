@@ -41,9 +41,9 @@ ORDER = {
     "tiers": ("trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock", "copies",
               "accelerator"),
     "ranks": ("comm",),
-    "zero": ("layout", "state_dict_copies", "step", "one_rank", "formats", "compute_device", "parameters", "gradients",
-             "activations", "engine", "model_state", "optimizer", "construct", "deferred_tensors", "weights", "shard",
-             "unsharded"),
+    "zero": ("layout", "state_dict_copies", "step", "one_rank", "formats", "compute_device", "parameters",
+             "torch_func_guard", "gradients", "activations", "engine", "model_state", "optimizer", "construct",
+             "deferred_tensors", "weights", "shard", "unsharded"),
     "tools": ("console", "doctor", "bench", "inspect", "train", "export", "cli"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.models import batch_of_vectors
 from tests.zero.training import Session
-from tiered.zero.activations.swapped import SwappedActivations
+from tiered.zero.activations.swapped_activations import SwappedActivations
 
 __all__ = ["WORDS", "engine_of", "swapped_of", "wide_vectors"]
 

@@ -129,7 +129,7 @@ def test_auto_keeps_what_fits_and_swaps_the_rest(tmp_path: Path) -> None:
         with debug_store(tmp_path / str(room), 4 << 20, durable=False) as store:
             session = start(case, recipe, store, activations="auto", hold=0)
             activations = engine_of(session).activations
-            activations.room_bytes = room
+            activations.most_kept_bytes = room
             assert_same(session.run(), expected)
             assert (swapped_of(session).num_swapped > 0) == is_over
             assert (len(activations.swapping) > 0) == is_over

@@ -6,7 +6,7 @@ import gc
 import threading
 
 from tests.interrupts import interrupt_at
-from tiered.zero.activations.swapped import FreedObjects
+from tiered.zero.activations.swapped_activations import FreedObjects
 
 
 class Watched:

@@ -29,7 +29,7 @@ from tiered.store.residency.write_back import WriteBack
 from tiered.store.store import Store
 from tiered.units import KiB
 from tiered.zero.gradients.stand_in import StandIn
-from tiered.zero.parameters.placeholder import LAYOUT, METADATA
+from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA
 
 NUM_UNITS = 8
 WIDTH = 128

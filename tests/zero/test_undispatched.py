@@ -22,8 +22,8 @@ import tiered
 from tests.models import CASES
 from tests.zero.training import SEED, Session, debug_store
 from tiered.errors import UsageError
-from tiered.zero.parameters import placeholder as placeholders
-from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters import tensor_without_bytes
+from tiered.zero.parameters.tensor_without_bytes import placeholder
 
 CASE = CASES["gpt"]
 NAME = "blocks.1.fc.weight"
@@ -349,7 +349,7 @@ def test_a_torch_with_its_flags_elsewhere_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch._C, "_set_throw_on_mutable_data_ptr", lambda tensor: None)
-    find = placeholders._flag_offset.__wrapped__
+    find = tensor_without_bytes._flag_offset.__wrapped__
     with caplog.at_level("WARNING", logger="tiered"):
         assert find() is None
     assert "reads NaN" in caplog.text

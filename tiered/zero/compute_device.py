@@ -25,8 +25,8 @@ __all__ = [
     "check_update_on",
     "describe_device",
     "generator_states",
+    "give_construction_memory",
     "give_memory",
-    "give_room",
     "move_buffers",
     "named_device",
     "set_generator_states",
@@ -151,7 +151,7 @@ def give_memory(
     tier.memory.reserve(min(budget, smallest + max(0, sum(stay) - 2 * max(stay, default=0))))  # all that can stay
 
 
-def give_room(tier: HostTier | AcceleratorTier, nbytes: int) -> None:
+def give_construction_memory(tier: HostTier | AcceleratorTier, nbytes: int) -> None:
     """Let ``tier`` take memory for a few parameters, one of ``nbytes`` among them, while a model is constructed."""
     if isinstance(tier, AcceleratorTier):
         tier.memory.budget_bytes = max(tier.memory.budget_bytes, _CONSTRUCTION_NBYTES, nbytes)

@@ -24,12 +24,12 @@ from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import Gathered
 from tiered.tiers.device_tier import HostTier
-from tiered.zero.compute_device import give_room, named_device, tier_of
-from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.compute_device import give_construction_memory, named_device, tier_of
 from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
-from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.tensor_without_bytes import placeholder
 from tiered.zero.parameters.unit import Segment
+from tiered.zero.torch_func_guard import guard_functorch
 
 __all__ = ["ConstructedParameter", "construct"]
 
@@ -65,7 +65,7 @@ class ConstructedParameter:
 
     def gather(self, mode: str) -> torch.Tensor:
         """Lease the bytes for ``mode``, and return them with the parameter's shape, on its device."""
-        give_room(self.tier, self.segment.nbytes)
+        give_construction_memory(self.tier, self.segment.nbytes)
         self.gathered = self.tier.gather([self.key], mode)
         self.gathered.use()
         self.owner.shown[self] = None
@@ -98,7 +98,7 @@ class ConstructedParameter:
 
 
 class _Construction:
-    """One ``with construct(store):`` block: takes every parameter that is registered on a module."""
+    """One ``with construct(store):`` block: moves every parameter in that is registered on a module."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -108,7 +108,7 @@ class _Construction:
         store.working_set.add_reclaimer(self._reclaim)
 
     @uninterrupted
-    def take(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def move_in(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
         with self.store.working_set.mark:
             if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.layout is not torch.strided:
@@ -245,7 +245,7 @@ def construct(store: Store, device: str | torch.device | None = None) -> Iterato
     guard_functorch()
     construction = _Construction(store)
     here = nullcontext() if device is None else named_device(device, store.device_memory)
-    hook = register_module_parameter_registration_hook(construction.take)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(construction.move_in)  # type: ignore[arg-type]
     try:
         with here:
             yield

@@ -28,11 +28,11 @@ from tiered.zero.gradients.relayout import Moves, UnitLayouts
 from tiered.zero.gradients.updates import NO_UPDATES, Updates
 from tiered.zero.layout import Shares
 from tiered.zero.parameters.fault_in import Access, end_interrupted
-from tiered.zero.parameters.functorch import guard_functorch
+from tiered.zero.parameters.leased_units import OpenUnits, ahead_on
 from tiered.zero.parameters.module_calls import ModuleCalls
-from tiered.zero.parameters.open_units import OpenUnits, ahead_on
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
+from tiered.zero.torch_func_guard import guard_functorch
 
 __all__ = ["Engine"]
 
@@ -154,7 +154,7 @@ class Engine:
         self.calls.leave_methods()
         self.activations.decide()
 
-    def _settle_calls(self) -> None:
+    def _end_unreported_calls(self) -> None:
         """An event between steps comes: end the calls, the backward and the load that have ended without a report."""
         self.calls.leave_abandoned()
         self.calls.leave_methods()
@@ -163,7 +163,7 @@ class Engine:
 
     def check_between_steps(self, what: str) -> None:
         """Raise UsageError unless no forward, backward or step is under way; updates may be pending."""
-        self._settle_calls()
+        self._end_unreported_calls()
         self.phase.check(Event.EVALUATION, what)  # order: an abandoned step is reported first
         self.phase.check_not_running(what)
         self.phase.check(Event.BETWEEN_STEPS, what)
@@ -179,7 +179,7 @@ class Engine:
         Raises UsageError, with nothing changed, where no step may be. ``step_ended`` must follow.
         """
         self.tier.refuse_capture("optimizer.step()")
-        self._settle_calls()
+        self._end_unreported_calls()
         self.phase.check(Event.STEP, "optimizer.step()")
         self.phase.check_not_running("optimizer.step()")
         self.backward.micro_steps.warn()

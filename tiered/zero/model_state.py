@@ -26,7 +26,7 @@ from tiered.zero.engine import Engine
 from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.state_dict_copies import room_for_copies
+from tiered.zero.state_dict_copies import memory_for_copies
 
 __all__ = ["ModelState", "ModelValues", "RandomState", "check_added", "hook_state_dicts", "opened", "refuse_missing"]
 
@@ -247,16 +247,16 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
     def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.phase.export.num_calls and num_on_stack(nn.Module.state_dict.__code__) == 1:
-            engine.phase.export.end()  # one before this failed in the middle, in a hook of the caller's say
-        if not engine.phase.export.num_calls:
+        if engine.phase.state_dicts.num_calls and num_on_stack(nn.Module.state_dict.__code__) == 1:
+            engine.phase.state_dicts.end()  # one before this failed in the middle, in a hook of the caller's say
+        if not engine.phase.state_dicts.num_calls:
             engine.check_idle("state_dict()")
-            engine.phase.export.begin(None if engine.phase.export.only_looks else _memory_for(module, engine))
-        engine.phase.export.enter()
+            engine.phase.state_dicts.begin(None if engine.phase.state_dicts.only_looks else _memory_for(module, engine))
+        engine.phase.state_dicts.enter()
 
     def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        engine.phase.export.leave()
-        if not engine.phase.export.num_calls:
+        engine.phase.state_dicts.leave()
+        if not engine.phase.state_dicts.num_calls:
             engine.open_units.park_all()
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -294,7 +294,7 @@ def _memory_for(module: nn.Module, engine: Engine) -> FileMemory | None:
         "call state_dict() of one unit at a time, or save what streams: tiered.save_pretrained(model, folder), or after"
         " a commit `tiered export RUN FOLDER`"
     )
-    return room_for_copies(devices, [segment.nbytes for segment in segments], "state_dict()", next_step)
+    return memory_for_copies(devices, [segment.nbytes for segment in segments], "state_dict()", next_step)
 
 
 # -- model values ------------------------------------------------------------------------------------------------------
@@ -316,12 +316,12 @@ class ModelValues:
         self._next = dict(itertools.pairwise(units))
         for engine in self.engines:
             engine.check_idle(what)
-            engine.phase.export.only_looks = True
+            engine.phase.state_dicts.only_looks = True
         try:
             self.state: dict[str, Any] = dict(model.state_dict())
         finally:
             for engine in self.engines:
-                engine.phase.export.only_looks = False
+                engine.phase.state_dicts.only_looks = False
 
     def segment_of(self, tensor: torch.Tensor) -> Segment | None:
         """Return the parameter that ``tensor`` of ``state`` stands for, None for a tensor that has its values."""

@@ -42,7 +42,7 @@ from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, r
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
 from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, offsets_of, write_masters
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
-from tiered.zero.parameters.placeholder import placeholder
+from tiered.zero.parameters.tensor_without_bytes import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import in_graph_task
 from tiered.zero.weights import Weights, find_in_place
@@ -54,13 +54,11 @@ _log = logging.getLogger("tiered")
 
 _REASON = "the modules of a sharded model move their parameters in and out, and run as they are"
 
-_OWN = (
-    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients"),
-    *("zero.step", "zero.optimizer", "zero.shard", "zero.unsharded", "zero.parameters.fault_in"),
-    *("zero.parameters.module_calls", "zero.parameters.saved_references", "zero.parameters.parameter"),
-    *("zero.parameters.open_units", "zero.parameters.placeholder", "zero.parameters.unit"),
+_NOT_TRACED = (
+    *("bytes", "store", "tiers", "zero.activations", "zero.engine", "zero.formats", "zero.gradients", "zero.optimizer"),
+    *("zero.parameters", "zero.shard", "zero.step", "zero.unsharded"),
 )
-"""The modules that are not traced; those in ``parameters`` singly, for the guard of torch.func is there."""
+"""The modules that run a model. torch_func_guard is traced: it stands before transforms of ordinary tensors, too."""
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,11 +79,8 @@ def stay_eager(module: nn.Module) -> None:
 
 @functools.cache
 def _skip_own_functions() -> None:
-    """Have torch.compile trace no function that runs a model, such as those autograd calls for saved tensors.
-
-    The guard of torch.func is traced: it stands before transforms of ordinary tensors as well.
-    """
-    for name in _OWN:
+    """Have torch.compile trace no function that runs a model, such as those autograd calls for saved tensors."""
+    for name in _NOT_TRACED:
         torch._dynamo.trace_rules.add(f"tiered.{name}")
 
 
@@ -235,7 +230,7 @@ def shard(
     engine = Engine(store, model, units, shares=shares, masters=masters)
     engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
     engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
-    engine.activations.take(words, shares.activations)
+    engine.activations.set_words(words, shares.activations)
     _hook(model, modules, units, engine)
     _register(store, model, engine, masters)
     number, held = sum(len(unit.segments) for unit in units), format_bytes(shares.held)

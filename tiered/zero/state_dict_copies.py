@@ -1,4 +1,4 @@
-"""Export: a ``state_dict()`` of a sharded model that is under way, and its copies of parameters."""
+"""StateDictCopies: a ``state_dict()`` of a sharded model that is under way, and its copies of parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError
 from tiered.units import format_bytes
 
-__all__ = ["Export", "room_for_copies"]
+__all__ = ["StateDictCopies", "memory_for_copies"]
 
 LEAST_IN_FILE_NBYTES = 64 << 20
 """More bytes than these are copied by a ``state_dict`` to a file that the kernel may page out, not to memory."""
 
 
-class Export:
+class StateDictCopies:
     """The calls of ``state_dict()`` that are under way, each module's inside its parent's.
 
     ``num_calls`` nest now. ``only_looks``: the calls give meta tensors, and no parameter is read. Invariant: outside of
@@ -69,8 +69,8 @@ class Export:
         return self._copies[segment].detach()
 
 
-def room_for_copies(devices: Sequence[Device], nbytes: Sequence[int], what: str, next_step: str) -> FileMemory | None:
-    """Return room for copies of ``nbytes`` each, None for ordinary memory, where few bytes go.
+def memory_for_copies(devices: Sequence[Device], nbytes: Sequence[int], what: str, next_step: str) -> FileMemory | None:
+    """Return memory for copies of ``nbytes`` each, None for ordinary memory, where few bytes go.
 
     Many go to a file beside the store's own, whose pages the kernel takes back: so whatever saves them streams, and
     they take no more memory than there is. Raises CapacityError where neither has room; it names ``next_step``.

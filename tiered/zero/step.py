@@ -16,7 +16,7 @@ import torch
 
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
-from tiered.zero.state_dict_copies import Export
+from tiered.zero.state_dict_copies import StateDictCopies
 
 __all__ = ["Event", "Phase", "StepState", "graph_task", "in_graph_task", "is_autograds_own"]
 
@@ -131,7 +131,7 @@ class Phase:
         self.has_begun = False
         self.has_updated = False
         self.done: set[object] = set()  # the units that were updated in the backward that runs
-        self.export = Export()  # inside state_dict(): detach() copies
+        self.state_dicts = StateDictCopies()  # inside state_dict(): detach() copies
         self.num_loading = 0  # inside load_state_dict(): copy_() writes
         self.num_accumulating = 0  # inside tiered.accumulate
         self.updates_in_backward = False  # update="backward"

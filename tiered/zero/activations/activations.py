@@ -1,7 +1,7 @@
 """Activations: the tensors that autograd saves in each unit's forward are kept, recomputed, or swapped.
 
 The words of ``shard(activations=...)`` and the rule of "auto" are here, and torch's non-reentrant checkpoint around a
-unit's forward, which promises what torch's promises; swapped.py does the rest.
+unit's forward, which promises what torch's promises; swapped_activations.py does the rest.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import UsageError
 from tiered.units import format_bytes
-from tiered.zero.activations.swapped import FreedObjects, SwappedActivations, SwappedTensor
+from tiered.zero.activations.swapped_activations import FreedObjects, SwappedActivations, SwappedTensor
 from tiered.zero.parameters.module_calls import EngineParts
-from tiered.zero.parameters.saved_references import Kept, own_pair_in_force, with_repeated_arguments
+from tiered.zero.parameters.saved_references import Kept, our_pair_in_force, with_repeated_arguments
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import in_graph_task
 
@@ -59,12 +59,12 @@ ActivationRule = str | Mapping[str, str] | Callable[[str, nn.Module], str]
 _log = logging.getLogger("tiered")
 
 
-def choose_swapped(saved: Mapping[str, int], room_bytes: int) -> set[str]:
-    """Return the units that swap their saved tensors, so that those of the others fit ``room_bytes``.
+def choose_swapped(saved: Mapping[str, int], most_kept_bytes: int) -> set[str]:
+    """Return the units that swap their saved tensors, so that those of the others take at most ``most_kept_bytes``.
 
     ``saved``: bytes by unit, in the order of use. The first units swap: a backward needs their bytes last.
     """
-    excess = sum(saved.values()) - room_bytes
+    excess = sum(saved.values()) - most_kept_bytes
     swapped = set()
     for name, nbytes in saved.items():
         if excess > 0 and nbytes:
@@ -113,9 +113,9 @@ def words_of(rule: ActivationRule, modules: Mapping[str, nn.Module]) -> dict[str
 class Activations:
     """The tensors that autograd saves in the forwards of one model.
 
-    With "auto" a unit keeps as long as all kept tensors fit into ``room_bytes`` of ordinary memory. The first forward
-    with gradients measures the bytes that each unit saves, and ``choose_swapped`` decides from then on; tensors that
-    would exceed the room even so are swapped as they come. A unit that runs under autocast recomputes: its saved casts
+    With "auto" a unit keeps as long as all kept tensors fit into ``most_kept_bytes`` of ordinary memory. The first
+    forward with gradients measures the bytes that each unit saves, and ``choose_swapped`` decides from then on; tensors
+    beyond these bytes even so are swapped as they come. A unit that runs under autocast recomputes: its saved casts
     are as large as its weights.
     """
 
@@ -123,7 +123,7 @@ class Activations:
         self.swapped = SwappedActivations(engine)
         self.words: dict[Unit, str] = {}  # those missing keep
         self.swapping: set[Unit] | None = None  # the "auto" units that swap, once measured
-        self.room_bytes: int | None = None  # that "auto" may keep; measured before the first forward
+        self.most_kept_bytes: int | None = None  # that "auto" may keep; measured before the first forward
         self._engine = engine
         self._kept: dict[int, weakref.ref[_KeptStorage]] = {}  # by the address of torch's StorageImpl
         self._kept_bytes = 0
@@ -132,7 +132,7 @@ class Activations:
         self._has_measured = False
         self._has_warned = False
 
-    def take(self, words: Mapping[str, str], share_bytes: int) -> None:
+    def set_words(self, words: Mapping[str, str], share_bytes: int) -> None:
         """Treat each unit by its word; swapped tensors have ``share_bytes`` of DRAM."""
         self.words = {unit: words[unit.name] for unit in self._engine.units}
         self.swapped.share_bytes = share_bytes
@@ -160,13 +160,13 @@ class Activations:
             return False
         if not torch.is_grad_enabled() or in_graph_task():
             return False
-        pair = own_pair_in_force()
+        pair = our_pair_in_force()
         return pair is not None and pair.may_recompute  # inside a unit that recomputes, the outer one does
 
     def begin_forward(self, *, is_first: bool) -> None:
         """An outermost forward begins; ``is_first`` of its step."""
-        if self.room_bytes is None and "auto" in self.words.values():
-            self.room_bytes = max(0, self._engine.tier.free_nbytes()) // 2
+        if self.most_kept_bytes is None and "auto" in self.words.values():
+            self.most_kept_bytes = max(0, self._engine.tier.free_nbytes()) // 2
         if is_first:
             self.swapped.begin_step()
         else:
@@ -184,17 +184,17 @@ class Activations:
 
     def decide(self) -> None:
         """Decide which units "auto" swaps, once a forward was measured. Idempotent."""
-        if not self._has_measured or self.swapping is not None or self.room_bytes is None:
+        if not self._has_measured or self.swapping is not None or self.most_kept_bytes is None:
             return
         root, *others = self._engine.units
         units = [unit for unit in (*others, root) if self.words.get(unit) == "auto"]  # the root ends the forward
-        names = choose_swapped({unit.name: self._saved[unit] for unit in units}, self.room_bytes)
+        names = choose_swapped({unit.name: self._saved[unit] for unit in units}, self.most_kept_bytes)
         self.swapping = {unit for unit in units if unit.name in names}
         if self.swapping:
             _log.info(
                 'activations="auto": a forward saves %s, %s may stay in memory: of %d units %d swap',
                 format_bytes(self._saved.total()),
-                format_bytes(self.room_bytes),
+                format_bytes(self.most_kept_bytes),
                 len(units),
                 len(self.swapping),
             )
@@ -222,13 +222,13 @@ class Activations:
         unit = self._engine.calls.innermost_unit() or self._engine.units[0]
         word = self.words.get(unit, "keep")
         if word == "auto":
-            return self._pack_within_room(unit, tensor)
+            return self._keep_or_swap(unit, tensor)
         if not self._has_warned and torch.is_autocast_enabled(unit.tier.device.type) and word != "recompute":
             self._warn_of_casts(unit)
         swapped = self.swapped.pack(tensor) if word == "swap" else None
         return Kept(tensor) if swapped is None else swapped
 
-    def _pack_within_room(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
+    def _keep_or_swap(self, unit: Unit, tensor: torch.Tensor) -> Kept | SwappedTensor:
         if self._freed:
             self._forget_ended()
         if tensor.layout is not torch.strided:
@@ -240,7 +240,7 @@ class Activations:
         if counted is None:
             if self.swapping is None:
                 self._saved[unit] += nbytes
-            if unit in (self.swapping or ()) or self._kept_bytes + nbytes > (self.room_bytes or 0):
+            if unit in (self.swapping or ()) or self._kept_bytes + nbytes > (self.most_kept_bytes or 0):
                 swapped = self.swapped.pack(tensor)
                 if swapped is not None:
                     return swapped

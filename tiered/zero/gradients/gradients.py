@@ -17,7 +17,7 @@ from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.open_gradients import Compute, OpenGradients, StoredGradient, UsedGradient, with_pending
 from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.taken_gradients import TakenGradients
-from tiered.zero.parameters.placeholder import without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
 __all__ = ["BETWEEN_CLIP_AND_STEP", "ClipFactors", "OwnGradients", "UnitGradients"]

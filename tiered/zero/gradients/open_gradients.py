@@ -23,8 +23,8 @@ from tiered.tiers.device_tier import HostPlace
 from tiered.tiers.schedule import Rooms
 from tiered.zero.gradients.stand_in import Change, StandIn
 from tiered.zero.gradients.updates import Updates
-from tiered.zero.parameters.open_units import OpenUnits
-from tiered.zero.parameters.placeholder import without_dispatch
+from tiered.zero.parameters.leased_units import OpenUnits
+from tiered.zero.parameters.tensor_without_bytes import without_dispatch
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 

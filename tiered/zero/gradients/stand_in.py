@@ -18,7 +18,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.errors import UsageError
-from tiered.zero.parameters.placeholder import LAYOUT, METADATA, close, name_of, without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, close, name_of, without_dispatch
 
 __all__ = ["Change", "GradientSource", "StandIn"]
 

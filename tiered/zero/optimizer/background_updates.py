@@ -26,7 +26,7 @@ from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
 from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, outcome_of
 from tiered.zero.parameters.parameter import without_dispatch
-from tiered.zero.parameters.placeholder import is_in_mode
+from tiered.zero.parameters.tensor_without_bytes import is_in_mode
 from tiered.zero.parameters.unit import Unit
 
 __all__ = ["UpdateThread"]

@@ -25,7 +25,7 @@ from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.fp32_masters import MasterOf, Masters, masters_nbytes
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.state_dict_copies import room_for_copies
+from tiered.zero.state_dict_copies import memory_for_copies
 
 __all__ = ["OptimizerState", "PlainSegment", "PlainUnit", "StateUnit"]
 
@@ -278,7 +278,7 @@ class OptimizerState:
             nbytes += [segment.numel * (8 if segment.dtype == torch.float64 else 4)] * num_tensors
         next_step = "store.commit() keeps the state, and store.resume() brings it back"
         devices = self._store.working_set.space.devices
-        memory = room_for_copies(devices, nbytes, "optimizer.state_dict()", next_step)
+        memory = memory_for_copies(devices, nbytes, "optimizer.state_dict()", next_step)
         with contextlib.closing(memory) if memory is not None else contextlib.nullcontext():
             return {index: self.gather(segment, memory) for index, segment in kept.items()}
 

@@ -62,8 +62,8 @@ class Access:
 
     def detached(self, segment: Segment, result: torch.Tensor) -> torch.Tensor:
         """``parameter.detach()``: inside state_dict() the caller's own."""
-        export = self.engine.phase.export
-        return export.copy(segment, result) if export.num_calls else result
+        state_dicts = self.engine.phase.state_dicts
+        return state_dicts.copy(segment, result) if state_dicts.num_calls else result
 
     def set(self, segment: Segment, source: torch.Tensor) -> None:
         """``parameter.set_(source)``: raises UsageError."""
@@ -98,7 +98,7 @@ class Access:
         if phase.must_resume and _is_in_merge(_MAKERS):
             return True  # resume() gives the adapter its values, and the base those of the commit
         phase.check(_event(calls, in_task=in_task), what)
-        if phase.export.num_calls or phase.num_loading:
+        if phase.state_dicts.num_calls or phase.num_loading:
             end_interrupted(engine)
         is_in_model = bool(calls.under_way) or in_task
         if (name == ".data" or not is_in_model) and _is_in_merge():
@@ -113,7 +113,7 @@ class Access:
                 f"{what} writes a sharded parameter; expected inside `with tiered.unsharded(module):` between steps,"
                 " or by the optimizer; a new shape or dtype before tiered.shard"
             )
-        if is_unsharded or phase.export.num_calls or phase.num_loading:
+        if is_unsharded or phase.state_dicts.num_calls or phase.num_loading:
             return False
         if in_task:
             engine.backward.seen()
@@ -147,7 +147,7 @@ class _Operation:
 
     def __enter__(self) -> None:
         engine = self._access.engine
-        if engine.phase.export.only_looks:
+        if engine.phase.state_dicts.only_looks:
             return
         try:
             self._show_units(is_write(self._func, self._args, self._kwargs), name_of(self._func))
@@ -207,8 +207,8 @@ def _event(calls: ModuleCalls, *, in_task: bool) -> Event:
 def end_interrupted(engine: EngineParts) -> None:
     """End a state_dict() or load_state_dict() that an exception left in the middle: torch calls no hook for it."""
     phase = engine.phase
-    if phase.export.num_calls and not num_on_stack(nn.Module.state_dict.__code__):
-        phase.export.end()
+    if phase.state_dicts.num_calls and not num_on_stack(nn.Module.state_dict.__code__):
+        phase.state_dicts.end()
     if phase.num_loading and not num_on_stack(nn.Module.load_state_dict.__code__):
         phase.num_loading = 0
         engine.open_units.park_all()  # it had leased one for writing

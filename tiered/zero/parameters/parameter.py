@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import UsageError
-from tiered.zero.parameters.placeholder import LAYOUT, METADATA, name_of, ordinary_tensors, without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, name_of, ordinary_tensors, without_dispatch
 
 __all__ = [
     "TieredParameter",

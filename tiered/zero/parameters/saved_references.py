@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
-from tiered.zero.parameters.open_units import OpenUnits
+from tiered.zero.parameters.leased_units import OpenUnits
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import ReferenceToken, Unit
 from tiered.zero.step import Event, in_graph_task
@@ -27,7 +27,7 @@ __all__ = [
     "SavedReference",
     "check_unmodified",
     "is_recomputing",
-    "own_pair_in_force",
+    "our_pair_in_force",
     "pair_in_force",
     "with_repeated_arguments",
 ]
@@ -42,7 +42,7 @@ def pair_in_force() -> _Pair | None:
     return pair if pair and pair[0] is not None else None
 
 
-def own_pair_in_force() -> SavedPair | None:
+def our_pair_in_force() -> SavedPair | None:
     """Return the pair that is in force now if it is one of ours."""
     pair = pair_in_force()
     own = None if pair is None else getattr(pair[0], "__self__", None)

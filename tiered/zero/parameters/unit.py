@@ -21,7 +21,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
-from tiered.zero.parameters.placeholder import ordinary_tensors, placeholder, without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import ordinary_tensors, placeholder, without_dispatch
 
 __all__ = ["Segment", "Unit", "dense_strides", "digest"]
 

@@ -1,4 +1,4 @@
-"""swapped: saved activations whose bytes are scratch keys of the store: in DRAM first, on NVMe when over budget.
+"""SwappedActivations: saved tensors whose bytes are scratch keys of the store: in DRAM first, on NVMe when over budget.
 
 A storage is saved whole, once for all tensors on it that autograd saves. It goes when the graph lets go of it.
 """
