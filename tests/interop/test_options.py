@@ -21,13 +21,36 @@ import tiered
 from tests.interop.small_models import Tokens, build, history, same_state, state_of, training_arguments
 from tests.interop.test_trainer import Outcome, Stop, StoppedError, reference
 from tests.zero.test_frozen import keys_written
-from tests.zero.test_trainer import AdamWOverMasters
 from tests.zero.training import ROOMY_NBYTES, debug_store
 from tiered.errors import UsageError
 from tiered.interop.hugging_face import trainer as trainer_module
 
 # peft and the older words of TrainingArguments
 pytestmark = [pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")]
+
+
+class AdamWOverMasters(torch.optim.Optimizer):
+    """Fused AdamW in memory; a bf16 parameter has an fp32 master, which starts from the value before the cast."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in model.parameters():
+            self.masters[parameter] = parameter.detach().clone() if dtype != torch.float32 else parameter
+            parameter.data = parameter.data.to(dtype)
+        self.adamw = torch.optim.AdamW(self.masters.values(), lr=1e-2, fused=True)
+        super().__init__(model.parameters(), {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Update the masters by the gradients of the parameters, and the parameters by them."""
+        self.adamw.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        for parameter, master in self.masters.items():
+            master.grad = parameter.grad if parameter.grad is None else parameter.grad.to(master.dtype)
+        self.adamw.step()
+        for parameter, master in self.masters.items():
+            if parameter is not master:
+                parameter.copy_(master)
+
 
 BEST = {
     "load_best_model_at_end": True,

@@ -162,10 +162,12 @@ class CheckpointedVectors(Vectors):
         return x
 
 
-def test_a_unit_is_not_updated_before_a_region_has_been_recomputed(tmp_path: Path) -> None:
-    case = Case(CheckpointedVectors, batch_of_vectors)
+@pytest.mark.parametrize("word", ["keep", "recompute"])
+def test_a_unit_is_not_updated_before_it_has_been_recomputed(word: str, tmp_path: Path) -> None:
+    """By the caller's checkpoint, or by tiered's."""
+    case = Case(CheckpointedVectors if word == "keep" else lambda: Vectors(Straight), batch_of_vectors)
     with debug_store(tmp_path, durable=False) as store:
-        assert_same(start(case, Recipe(), store, "backward").run(), reference(case, Recipe()))
+        assert_same(start(case, Recipe(), store, "backward", activations=word).run(), reference(case, Recipe()))
 
 
 class WeightsHandedOut(Vectors):

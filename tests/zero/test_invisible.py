@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tests.models import CASES, GPT, Block, Case, batch_of_tokens
+from tests.models import CASES, GPT, Case, batch_of_tokens
 from tests.pairwise import pairwise
 from tests.reference import MasterAdamW, Recipe, Trained, train
 from tests.zero.training import (
@@ -238,55 +238,6 @@ def test_bits_when_masters_lie_on_ties(update: str, trained_over_ties: Trained, 
     """1 master in 131,072 has a remainder of +0x8000 below an even high half, which 16 signed bits cannot hold."""
     with debug_store(tmp_path, 16 << 20, durable=False) as store:
         assert_same(start(WIDE, WIDE_RECIPE, store, update).run(), trained_over_ties)
-
-
-# -- what checkpointing is for -------------------------------------------------------------------------------------
-
-
-class SavedBytes:
-    """Counts the bytes that autograd saves, those in parameters left out, as a caller's own hooks see them."""
-
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self.nbytes = 0
-        self._storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-
-    def __enter__(self) -> "SavedBytes":
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._hooks.__exit__(*exc)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        assert type(tensor) in (Tensor, nn.Parameter), type(tensor)
-        if tensor.untyped_storage().data_ptr() not in self._storages:
-            self.nbytes += tensor.nbytes
-        return tensor
-
-
-def forwards_and_saved_bytes(model: nn.Module, saved: SavedBytes) -> list[tuple[int, int]]:
-    """Return after each of two forwards and backwards how often blocks ran in all, and the bytes that were saved."""
-    counts = []
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for index in range(2):
-        with saved:
-            loss = model(*batch_of_tokens(index))
-        counts.append((sum(block.num_forwards for block in blocks), saved.nbytes))
-        loss.backward()
-        counts.append((sum(block.num_forwards for block in blocks), saved.nbytes))
-        model.zero_grad()
-    return counts
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if "checkpoint" in name] + ["gpt"])
-def test_checkpointing_recomputes_and_saves_as_in_memory(name: str, tmp_path: Path) -> None:
-    model = CASES[name].build()
-    expected = forwards_and_saved_bytes(model, SavedBytes(list(model.parameters())))
-    nbytes = smallest_budget(CASES[name], Recipe(), "step", tmp_path / "probe")
-    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
-        model = start(CASES[name], Recipe(), store).model
-        assert forwards_and_saved_bytes(model, SavedBytes([])) == expected
 
 
 @pytest.mark.parametrize("hold", [0, 1 << 14, "auto"])

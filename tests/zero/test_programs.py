@@ -261,12 +261,6 @@ def test_arguments_are_those_of_torch(name: str, tmp_path: Path) -> None:
             assert torch.equal(theirs, ours)
 
 
-@pytest.mark.parametrize("switch", ["amsgrad", "capturable", "differentiable"])
-def test_what_torch_has_and_tiered_lacks_is_refused_by_name(switch: str, tmp_path: Path) -> None:
-    with debug_store(tmp_path, durable=False) as store, pytest.raises(TypeError, match=f"{switch}=True"):
-        tiered.AdamW([nn.Parameter(torch.ones(3))], store=store, **{switch: True})
-
-
 def test_the_profiler_records_shapes_without_complaint(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     # ``acc_events``: without it torch 2.11 warns at a process's first profile, even at one of a single cycle.
     profile = torch.profiler.profile(

@@ -188,7 +188,8 @@ class Attending(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.reshape(3, -1, WIDTH)
         for layer in self.layers:
-            x = x + (checkpoint(layer, x, x, x, use_reentrant=False) if self.is_checkpointed else layer(x, x, x))[0]
+            arguments = {"query": x, "key": x, "value": x}
+            x = x + (checkpoint(layer, x, x, x, use_reentrant=False) if self.is_checkpointed else layer(**arguments))[0]
         return x.float().square().mean()
 
 

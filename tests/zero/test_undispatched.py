@@ -230,54 +230,6 @@ def test_collectives_send_no_placeholder(step_session: Session) -> None:
 # -- models --------------------------------------------------------------------------------------------------------
 
 
-def swap(model: nn.Module) -> Any:
-    parameter = model.get_parameter(NAME)
-    torch.utils.swap_tensors(parameter, nn.Parameter(ones(parameter)))
-
-
-def load_by_swapping(model: nn.Module) -> Any:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.load_state_dict(CASE.build().state_dict())
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def tokens(model: nn.Module) -> tuple[Tensor, ...]:
-    return CASE.batch(0)[:1]
-
-
-WHOLE: dict[str, Callable[[nn.Module], Any]] = {
-    "swap_tensors": swap,
-    "load_by_swapping": load_by_swapping,
-    "trace": lambda model: torch.jit.trace(model.eval(), tokens(model), check_trace=False),
-    "stack_module_state": lambda model: torch.func.stack_module_state([model, model]),
-    "grad_of_its_own": lambda model: torch.func.grad(
-        lambda weights: torch.func.functional_call(model, weights, CASE.batch(0))
-    )(dict(model.named_parameters())),
-    "grad_of_others": lambda model: torch.func.grad(
-        lambda weights: torch.func.functional_call(model, weights, CASE.batch(0))
-    )(model.state_dict()),
-    "grad_through_a_block": lambda model: torch.func.grad(lambda x: model.blocks[0](x).sum())(torch.ones(1, 5, 24)),
-    "jvp_through_a_block": lambda model: torch.func.jvp(
-        lambda x: model.blocks[0].fc(x), (torch.ones(1, 24),), (torch.ones(1, 24),)
-    ),
-    "functionalize": lambda model: torch.func.functionalize(model.blocks[0].fc)(torch.ones(1, 24)),
-}
-
-
-@pytest.mark.parametrize("act", WHOLE.values(), ids=WHOLE)
-def test_what_would_take_a_model_past_its_units(act: Callable[[nn.Module], Any], step_session: Session) -> None:
-    before = step_session.model.state_dict()
-    with pytest.raises(UsageError):
-        act(step_session.model)
-    step_session.model.train()
-    step_session.optimizer.zero_grad()
-    after = step_session.model.state_dict()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    step_session.run_step(0)
-
-
 def test_forward_mode_through_a_forward(step_session: Session) -> None:
     x, along = torch.randn(2, 3, 24)
     torch.manual_seed(SEED)

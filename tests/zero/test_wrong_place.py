@@ -103,6 +103,24 @@ def test_touching_in_another_thread(session: Session) -> None:
 
 # -- the whole model -----------------------------------------------------------------------------------------------
 
+
+def swap(model: nn.Module) -> Any:
+    parameter = model.get_parameter(NAME)
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(parameter.shape)))
+
+
+def load_by_swapping(model: nn.Module) -> Any:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(CASE.build().state_dict())
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def gradient_of(model: nn.Module, weights: dict[str, Any]) -> Any:
+    return torch.func.grad(lambda weights: torch.func.functional_call(model, weights, CASE.batch(0)))(weights)
+
+
 WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": pickle.dumps,
@@ -114,9 +132,17 @@ WHOLE: dict[str, Callable[[nn.Module], Any]] = {
     "share_memory": lambda model: model.share_memory(),
     "apply": lambda model: model.apply(lambda m: nn.init.zeros_(m.weight) if isinstance(m, nn.Linear) else None),
     "ordinary_optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step() or _sgd(model),
-    "func_grad": lambda model: torch.func.grad(
-        lambda weights: torch.func.functional_call(model, weights, CASE.batch(0))
-    )(dict(model.named_parameters())),
+    "swap_tensors": swap,
+    "load_by_swapping": load_by_swapping,
+    "trace": lambda model: torch.jit.trace(model.eval(), CASE.batch(0)[:1], check_trace=False),
+    "stack_module_state": lambda model: torch.func.stack_module_state([model, model]),
+    "grad_of_its_own": lambda model: gradient_of(model, dict(model.named_parameters())),
+    "grad_of_others": lambda model: gradient_of(model, model.state_dict()),
+    "grad_through_a_block": lambda model: torch.func.grad(lambda x: model.blocks[0](x).sum())(torch.ones(1, 5, 24)),
+    "jvp_through_a_block": lambda model: torch.func.jvp(
+        lambda x: model.blocks[0].fc(x), (torch.ones(1, 24),), (torch.ones(1, 24),)
+    ),
+    "functionalize": lambda model: torch.func.functionalize(model.blocks[0].fc)(torch.ones(1, 24)),
     "load_by_assignment": lambda model: model.load_state_dict(CASE.build().state_dict(), assign=True),
 }
 
@@ -133,6 +159,7 @@ def test_what_would_take_the_model_apart(act: Callable[[nn.Module], Any], tmp_pa
         before = session.model.state_dict()
         with pytest.raises(UsageError):
             act(session.model)
+        session.model.train()
         session.optimizer.zero_grad()
         after = session.model.state_dict()
         assert all(torch.equal(after[name], before[name]) for name in before)
