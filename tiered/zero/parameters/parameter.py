@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import UsageError
-from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, name_of, ordinary_tensors, without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, name_of, without_dispatch
+from tiered.zero.parameters.unit import ordinary_tensors
 
 __all__ = [
     "TieredParameter",

@@ -11,8 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ __all__ = [
     "METADATA",
     "close",
     "name_of",
-    "ordinary_tensors",
     "placeholder",
     "without_dispatch",
 ]
@@ -47,31 +44,6 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return _blank(dtype, device).expand(shape)
-
-
-def ordinary_tensors() -> AbstractContextManager[None]:
-    """Return a block whose tensors autograd can save later, and that torch's profiler does not see: most often none.
-
-    Autograd can save no tensor made inside of ``torch.inference_mode()``. The profiler reads addresses as it records
-    shapes, which raises for a placeholder.
-    """
-    is_profiled = torch._C._autograd._profiler_enabled()
-    return _ordinarily(is_profiled) if is_profiled or torch.is_inference_mode_enabled() else _NOTHING
-
-
-_NOTHING = nullcontext()
-
-
-@contextmanager
-def _ordinarily(is_profiled: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        if is_profiled:
-            torch._C._autograd._enable_record_function(False)
-            stack.callback(torch._C._autograd._enable_record_function, True)
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.no_grad())
-        yield
 
 
 def is_in_mode() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,11 +22,36 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
-from tiered.zero.parameters.tensor_without_bytes import ordinary_tensors, placeholder, without_dispatch
+from tiered.zero.parameters.tensor_without_bytes import placeholder, without_dispatch
 
-__all__ = ["Segment", "Unit", "dense_strides", "digest"]
+__all__ = ["Segment", "Unit", "dense_strides", "digest", "ordinary_tensors"]
 
 _ALONE = NullComm()
+
+
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """Return a block whose tensors autograd can save later, and that torch's profiler does not see: most often none.
+
+    Autograd can save no tensor made inside of ``torch.inference_mode()``. The profiler reads addresses as it records
+    shapes, which raises for a placeholder.
+    """
+    is_profiled = torch._C._autograd._profiler_enabled()
+    return _ordinarily(is_profiled) if is_profiled or torch.is_inference_mode_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _ordinarily(is_profiled: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        if is_profiled:
+            torch._C._autograd._enable_record_function(False)
+            stack.callback(torch._C._autograd._enable_record_function, True)
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+        yield
 
 
 class Segment:
