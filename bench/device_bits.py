@@ -38,7 +38,7 @@ from tests.models import CASES
 from tests.reference import Recipe, Trained
 from tests.zero.training import Session, assert_same, start
 from tiered.bytes.registrar import add_registrar
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 __all__ = ["difference", "quick_directory", "swap_all_activations"]
 
@@ -84,7 +84,7 @@ def start_process(device: str) -> None:
 
 def swap_all_activations() -> None:
     """Have activations of any size swapped."""
-    swapped.SMALLEST_NBYTES = 1
+    swapped_activations.SMALLEST_NBYTES = 1
 
 
 def wrong_runs(device: str, runs: list[Run]) -> list[str]:

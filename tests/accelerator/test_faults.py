@@ -18,7 +18,7 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smal
 from tests.reference import Recipe
 from tests.zero.training import Session, assert_same, start
 from tiered.errors import DeadlineError, StepAbandonedError
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -99,7 +99,7 @@ def try_step(session: Session, store: tiered.Store, batch: Any) -> str:
 def test_an_allocation_that_fails_costs_one_step_and_names_the_dials(
     update: str, update_on: str, activations: str, sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
     failed: Counter[str] = Counter()
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         session = begun(store, update, update_on=update_on, activations=activations)

@@ -14,7 +14,7 @@ import tiered
 from tests.accelerator.training import DEVICE, ROOMY_NBYTES, case_on, reference_on
 from tests.reference import Recipe
 from tests.zero.training import assert_same, start
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 
 class Addresses(TorchDispatchMode):
@@ -39,7 +39,7 @@ def _ask(values: Any) -> None:
 def test_a_mode_that_asks_for_addresses_changes_nothing(
     update: str, update_on: str, activations: str, accelerator: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
     recipe = Recipe(param_dtype=torch.bfloat16, num_steps=2, max_norm=None if update == "backward" else 0.5)
     expected = reference_on(DEVICE, "gpt", recipe, update_on)
     options: dict[str, Any] = {"device": DEVICE, "update_on": update_on, "activations": activations, "hold": 0}

@@ -23,7 +23,7 @@ from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import registrar_for
 from tiered.errors import CapacityError, UsageError
 from tiered.tiers import copies
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 pytestmark = [  # of torch itself on a device whose operators are the CPU's
     pytest.mark.filterwarnings("ignore:An output with one or more elements was resized:UserWarning"),
@@ -64,7 +64,7 @@ ROWS: list[tuple[str, torch.dtype | None, str, str, str, bool, int, float | None
 @pytest.fixture(autouse=True)
 def small_ones_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Activations of any size are swapped."""
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row)))

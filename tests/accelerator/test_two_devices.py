@@ -19,7 +19,7 @@ from tests.reference import Recipe
 from tests.zero.training import Session, assert_same, start
 from tiered.bytes.critical_section import BoundedThread
 from tiered.tools.cli import main
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 @pytest.fixture(autouse=True)
 def device_of_the_caller(monkeypatch: pytest.MonkeyPatch, sim: ModuleType) -> Iterator[None]:
     """Activations of any size are swapped; after the test the thread is on device 0 again."""
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
     gc.collect()  # what other tests have left ends now, and not as a call of this one
     yield
     torch.accelerator.set_device_index(0)

@@ -18,7 +18,7 @@ from tests.reference import Recipe, Trained
 from tests.zero.training import checkpointed, reference, start
 from tiered.errors import CapacityError
 from tiered.units import MiB
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 __all__ = [
     "DEVICE", "ROOMY_NBYTES", "case_on", "device_memory_named_in", "reference_on", "smallest_device_memory",
@@ -79,7 +79,7 @@ def smallest_device_memory(name: str, recipe: Recipe, directory: Path, **options
 
     Asked for once, whatever is trained: what a model and its optimizer need is all that a refusal knows of.
     """
-    key = (name, recipe.param_dtype, recipe.optimizer, swapped.SMALLEST_NBYTES, *sorted(options.items()))
+    key = (name, recipe.param_dtype, recipe.optimizer, swapped_activations.SMALLEST_NBYTES, *sorted(options.items()))
     if key not in _smallest_device_memories:
         _smallest_device_memories[key] = _refused_device_memory(name, recipe, directory, **options)
     return _smallest_device_memories[key]

@@ -23,7 +23,7 @@ import tiered
 from tests.accelerator.training import DEVICE
 from tests.reference import MasterAdamW, Recipe
 from tiered.tiers.device_memory import on_stream
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -222,7 +222,7 @@ def train(model: nn.Module, optimizer: Any, whole: Whole, *, is_bf16: bool, num_
 @pytest.fixture(autouse=True)
 def whole_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Activations of any size are swapped, and torch's fused layers, which take plain parameters alone, are off."""
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
     was = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     yield

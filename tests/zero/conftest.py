@@ -12,7 +12,7 @@ from tests.store.places import quick_directory, short_files
 from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout as unit_layout
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 from tiered.zero.formats import layout
 from tiered.zero.formats.kernel_trial import compact_trial
 
@@ -73,7 +73,7 @@ def between_steps() -> Iterator[tuple[Session, Session]]:
 @pytest.fixture
 def swap_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the small tensors of small models go through the store as large ones do."""
-    monkeypatch.setattr(swapped, "SMALLEST_NBYTES", 1)
+    monkeypatch.setattr(swapped_activations, "SMALLEST_NBYTES", 1)
 
 
 @pytest.fixture(scope="module")

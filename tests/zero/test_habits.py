@@ -4,9 +4,7 @@ Each gives the bits of plain PyTorch in memory.
 """
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -241,62 +239,6 @@ def test_optimizer_state_interchanges_with_torch(tmp_path: Path) -> None:
     theirs_again.load_state_dict(state)
     expected = losses_of(plain, theirs, case, range(6, 9), 2)
     assert all(map(torch.equal, losses_of(other, theirs_again, case, range(6, 9), 2), expected))
-
-
-def scale(parameter: nn.Parameter) -> None:
-    parameter.grad.mul_(0.5)
-
-
-def replace_gradient(parameter: nn.Parameter) -> None:
-    parameter.grad = parameter.grad * 3
-
-
-def replace_data(parameter: nn.Parameter) -> None:
-    parameter.grad.data = torch.ones(parameter.shape)
-
-
-def forget(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-
-
-BY_HAND = {"in_place": scale, "replaced": replace_gradient, "data_replaced": replace_data, "none": forget}
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5], ids=["", "clipped"])
-@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND)
-def test_gradients_changed_by_hand(
-    change: Callable[[nn.Parameter], None], max_norm: float | None, tmp_path: Path
-) -> None:
-    """``.grad`` is an ordinary attribute between backward and step, also of a parameter that has had no gradient."""
-    case, recipe = CASES["unused_parameter"], Recipe(num_steps=2)
-
-    def losses(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[nn.Module, float], Any]) -> Any:
-        torch.manual_seed(SEED + 1)
-        losses = []
-        for step in range(2):
-            loss = model(*case.batch(step))
-            loss.backward()
-            change(model.get_parameter("blocks.1.up.weight"))
-            model.get_parameter("spare").grad = torch.full((7,), 0.25)
-            if max_norm is not None:
-                losses.append(clip(model, max_norm).clone())
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
-        return losses, {name: value.clone() for name, value in model.state_dict().items()}
-
-    torch.manual_seed(SEED)
-    plain = case.build()
-    expected = losses(
-        plain,
-        torch.optim.AdamW(plain.parameters(), fused=True, **recipe.adamw),
-        lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
-    )
-    with debug_store(tmp_path, durable=False) as store:
-        session = start(case, recipe, store)
-        found = losses(session.model, session.optimizer, tiered.clip_grad_norm_)
-    assert all(map(torch.equal, found[0], expected[0]))
-    assert [name for name, value in expected[1].items() if not torch.equal(found[1][name], value)] == []
 
 
 def test_unsharded_reads_and_writes(tmp_path: Path) -> None:

@@ -107,10 +107,10 @@ class ModelState:
                 " model.state_dict() of it loaded into a new store"
             )
         differences = list(_differences(state["units"], self._description))
-        differences += _different_tensors("buffer", _shapes(state["buffers"]), _shapes(self._buffers()))
+        differences += _different_tensors("buffer", state["buffers"], self._buffers())
         if with_added:
-            theirs, mine = _shapes_and_dtypes(state.get("added", {})), _shapes_and_dtypes(self._added())
-            differences += _different_tensors("added after tiered.shard:", theirs, mine)
+            theirs, mine = state.get("added", {}), self._added()
+            differences += _different_tensors("added after tiered.shard:", theirs, mine, with_dtype=True)
         if differences:
             more = f"; and {len(differences) - 6} more" if len(differences) > 6 else ""
             raise UsageError(
@@ -174,18 +174,17 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: str(tuple(tensor.shape)) for name, tensor in tensors.items()}
+def _different_tensors(
+    what: str, theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], *, with_dtype: bool = False
+) -> Iterator[str]:
+    def looks(tensor: torch.Tensor | None) -> str:
+        dtype = f" {tensor.dtype}" if with_dtype and tensor is not None else ""
+        return "none" if tensor is None else f"{tuple(tensor.shape)}{dtype}"
 
-
-def _shapes_and_dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-
-
-def _different_tensors(what: str, theirs: Mapping[str, str], mine: Mapping[str, str]) -> Iterator[str]:
     for name in sorted({*mine, *theirs}):
-        if mine.get(name) != theirs.get(name):
-            yield f"{what} {name}: the store has {theirs.get(name, 'none')}, this model {mine.get(name, 'none')}"
+        left, right = looks(theirs.get(name)), looks(mine.get(name))
+        if left != right:
+            yield f"{what} {name}: the store has {left}, this model {right}"
 
 
 def refuse_missing(store: Store, keys: Iterable[str]) -> None:
@@ -211,11 +210,9 @@ def _differences(theirs: dict[str, list[dict[str, Any]]], mine: dict[str, list[d
 
 
 def _short(segment: dict[str, Any] | None) -> str:
-    return (
-        "none"
-        if segment is None
-        else f"{tuple(segment['shape'])} {segment['dtype']} strides {tuple(segment['strides'])}"
-    )
+    if segment is None:
+        return "none"
+    return f"{tuple(segment['shape'])} {segment['dtype']} strides {tuple(segment['strides'])}"
 
 
 class RandomState:
@@ -246,15 +243,16 @@ class RandomState:
 def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
 
-    def begin_export(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if engine.phase.state_dicts.num_calls and num_on_stack(nn.Module.state_dict.__code__) == 1:
-            engine.phase.state_dicts.end()  # one before this failed in the middle, in a hook of the caller's say
-        if not engine.phase.state_dicts.num_calls:
+    def begin_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        calls, memory = engine.phase.state_dicts, None
+        if calls.num_calls and num_on_stack(nn.Module.state_dict.__code__) == 1:
+            calls.end()  # one before this failed in the middle, in a hook of the caller's say
+        if not calls.num_calls:
             engine.check_idle("state_dict()")
-            engine.phase.state_dicts.begin(None if engine.phase.state_dicts.only_looks else _memory_for(module, engine))
-        engine.phase.state_dicts.enter()
+            memory = None if calls.only_looks else _memory_for(module, engine)
+        calls.enter(memory)
 
-    def end_export(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    def end_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
         engine.phase.state_dicts.leave()
         if not engine.phase.state_dicts.num_calls:
             engine.open_units.park_all()
@@ -280,8 +278,8 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             engine.open_units.park_all()
 
     for module in model.modules():
-        module.register_state_dict_pre_hook(begin_export)  # type: ignore[no-untyped-call]
-        module.register_state_dict_post_hook(end_export)  # type: ignore[no-untyped-call]
+        module.register_state_dict_pre_hook(begin_state_dict)  # type: ignore[no-untyped-call]
+        module.register_state_dict_post_hook(end_state_dict)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(begin_load)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
 

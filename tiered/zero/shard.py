@@ -148,7 +148,7 @@ def _forget_step(engine: Engine) -> None:
     engine.updates.cancel()
     engine.calls.clear()
     engine.backward.reset()
-    engine.activations.reset()
+    engine.activations.swapped.reset()
     engine.phase.forget_step()
     engine.open_units.shielded.clear()
     for unit in engine.units:

@@ -35,12 +35,9 @@ class StateDictCopies:
         self.num_calls = 0
         self.only_looks = False
 
-    def begin(self, memory: FileMemory | None) -> None:
-        """The outermost call begins; its copies go to ``memory``, or to ordinary memory."""
-        self._memory = memory
-
-    def enter(self) -> None:
-        """A call begins."""
+    def enter(self, memory: FileMemory | None = None) -> None:
+        """A call begins; the copies of the outermost one go to ``memory``, or to ordinary memory."""
+        self._memory = memory if self.num_calls == 0 else self._memory
         self.num_calls += 1
 
     def leave(self) -> None:

@@ -22,7 +22,7 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smal
 from tests.reference import Recipe
 from tests.store.places import quick_directory, short_files
 from tests.zero.training import assert_same, start
-from tiered.zero.activations import swapped
+from tiered.zero.activations import swapped_activations
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ ENDS = {0: "unseen", 3: "wrong values", 4: "an error", None: "no end"}
 
 def _is_right(directory: Path) -> bool:
     """Train, and return whether everything has the bits of plain PyTorch."""
-    swapped.SMALLEST_NBYTES = 1
+    swapped_activations.SMALLEST_NBYTES = 1
     for number, (case, update_on, update) in enumerate(TRAININGS):
         is_step = update == "step"
         recipe = Recipe(num_steps=3, num_micro_steps=2 if is_step else 1, max_norm=0.5 if is_step else None)

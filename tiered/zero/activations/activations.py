@@ -27,29 +27,7 @@ from tiered.zero.parameters.saved_references import Kept, our_pair_in_force, wit
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import in_graph_task
 
-__all__ = ["ActivationRule", "Activations", "choose_swapped", "recomputed", "words_of"]
-
-
-def recomputed(engine: EngineParts, unit: Unit, module: nn.Module) -> Callable[..., Any]:
-    """Return a forward of ``module``, which is ``unit``'s, that keeps its arguments and runs again in backward."""
-    forward = module.forward
-
-    def run(names: tuple[str, ...], *values: Any) -> Any:
-        num = len(values) - len(names)
-        args, kwargs = values[:num], dict(zip(names, values[num:], strict=True))
-        if in_graph_task():
-            args, kwargs = with_repeated_arguments(args, kwargs)
-        with engine.calls.running(module, unit):  # puts a pair of ours above checkpoint's
-            return outside(forward, *args, **kwargs)
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())  # checkpoint has autograd keep no keyword argument
-        return outside(checkpoint, functools.partial(run, tuple(kwargs)), *values, use_reentrant=False)
-
-    return checkpointed
-
-
-# -- activations -------------------------------------------------------------------------------------------------------
+__all__ = ["ActivationRule", "Activations", "choose_swapped", "words_of"]
 
 
 WORDS = ("auto", "keep", "recompute", "swap")
@@ -145,11 +123,23 @@ class Activations:
 
     def wrap(self, unit: Unit, module: nn.Module) -> None:
         """Put the forward of ``module``, which is ``unit``'s, under its word."""
-        forward, twice = module.forward, recomputed(self._engine, unit, module)
+        forward, calls = module.forward, self._engine.calls
+
+        def again(names: tuple[str, ...], *values: Any) -> Any:
+            """Run the forward, in checkpoint, which runs it once more in backward."""
+            num = len(values) - len(names)
+            args, kwargs = values[:num], dict(zip(names, values[num:], strict=True))
+            if in_graph_task():
+                args, kwargs = with_repeated_arguments(args, kwargs)
+            with calls.running(module, unit):  # puts a pair of ours above checkpoint's
+                return outside(forward, *args, **kwargs)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (twice if self._recomputes(unit) else forward)(*args, **kwargs)
+            if not self._recomputes(unit):
+                return outside(forward, *args, **kwargs)
+            values = (*args, *kwargs.values())  # checkpoint has autograd keep no keyword argument
+            return outside(checkpoint, functools.partial(again, tuple(kwargs)), *values, use_reentrant=False)
 
         module.forward = run
 
@@ -198,10 +188,6 @@ class Activations:
                 len(units),
                 len(self.swapping),
             )
-
-    def reset(self) -> None:
-        """The step was dropped: its swapped tensors are gone."""
-        self.swapped.reset()
 
     def _warn_of_casts(self, unit: Unit) -> None:
         if unit is self._engine.units[0]:

@@ -98,13 +98,11 @@ class OpenUnits:
                 return True
         return False
 
-    def address_of(self, tensor: torch.Tensor) -> Unit | None:
-        """Return the unit in whose living buffer ``tensor`` lies. Raises UsageError for a wrapper of torch.func."""
-        found = self.place_of(tensor)
-        return None if found is None else found[0]
-
     def place_of(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """Return the unit and span number in whose living bytes ``tensor`` lies; raises as ``address_of`` does."""
+        """Return the unit and span number in whose living bytes ``tensor`` lies.
+
+        Raises UsageError for a wrapper of torch.func.
+        """
         if (
             tensor.layout is not torch.strided
             or tensor.device.type != self._device_type

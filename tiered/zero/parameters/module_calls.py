@@ -188,17 +188,13 @@ class ModuleCalls:
                 self._begun = None
             if torch.is_grad_enabled() and not in_graph_task() and _any_requires_grad(output):
                 self._forward_ended()
-            return _without_our_bytes(output, engine.open_units.address_of)
+            return _without_our_bytes(output, engine.open_units.place_of)
 
     def _begin(self, module: nn.Module, unit: Unit | None) -> None:
         if not self.are_in_forward:
             self._begun = None if in_graph_task() else self._engine.working_set.recorder.begin()
         call = self._add(Call(module, unit))
-        pair = self.pair_if_needed()
-        if pair is not None:
-            pair.enter()
-            call.pair = pair
-            self._num_pairs += 1
+        call.pair = self._enter_pair()
         if unit is not None:
             unit.show()
 
@@ -249,9 +245,7 @@ class ModuleCalls:
 
     def _pop(self) -> Call:
         call = self.under_way.pop()
-        if call.pair is not None:
-            call.pair.exit()
-            self._num_pairs -= 1
+        self._exit_pair(call.pair)
         return call
 
     def _leave(self, unit: Unit | None) -> None:
@@ -289,11 +283,7 @@ class ModuleCalls:
             finally:
                 self._end(module)
             return
-        pair = self.pair_if_needed()
-        if pair is not None:
-            pair.enter()
-            self._num_pairs += 1
-        method = Method(module, unit, pair)
+        method = Method(module, unit, self._enter_pair())
         self.methods.append(method)
         try:
             yield functools.partial(self._hand_out, method)
@@ -306,9 +296,7 @@ class ModuleCalls:
         while method.call in self.under_way:
             ended.append(self._pop())
         self.methods.remove(method)
-        if method.pair is not None:
-            method.pair.exit()
-            self._num_pairs -= 1
+        self._exit_pair(method.pair)
         for call in ended:
             self._leave(call.unit)
         if not self.methods:
@@ -318,7 +306,7 @@ class ModuleCalls:
         """Return the ``output`` of ``method`` with nothing of it in a unit's buffer."""
         if method.call in self.under_way and torch.is_grad_enabled() and _any_was_computed(output):
             self._forward_ended()
-        return _without_our_bytes(output, self._engine.open_units.address_of)
+        return _without_our_bytes(output, self._engine.open_units.place_of)
 
     def touching_method(self) -> Method | None:
         """Return the innermost method if that method itself touches a parameter now, and is no call yet."""
@@ -364,6 +352,18 @@ class ModuleCalls:
         self.under_way.clear()
 
     # -- pairs of hooks ------------------------------------------------------------------------------------------
+
+    def _enter_pair(self) -> SavedPair | None:
+        pair = self.pair_if_needed()
+        if pair is not None:
+            pair.enter()
+            self._num_pairs += 1
+        return pair
+
+    def _exit_pair(self, pair: SavedPair | None) -> None:
+        if pair is not None:
+            pair.exit()
+            self._num_pairs -= 1
 
     def pair_if_needed(self) -> SavedPair | None:
         """Return a new pair of hooks, not in force yet; None where one of ours is in force, or nothing is saved."""
@@ -437,30 +437,30 @@ def _is_opaque(output: Any) -> bool:
     return not isinstance(output, _NOTHING)
 
 
-def _without_our_bytes(output: Any, address_of: Callable[[torch.Tensor], object]) -> Any:
-    """Return ``output`` with each tensor for which ``address_of`` is not None cloned; the same object if there is none.
+def _without_our_bytes(output: Any, place_of: Callable[[torch.Tensor], object]) -> Any:
+    """Return ``output`` with each tensor for which ``place_of`` is not None cloned; the same object if there is none.
 
     Containers keep their types; the ones that hold nothing of ours are returned as they are. A sharded parameter stays
     itself, with or without bytes.
     """
-    if not any(_must_be_cloned(tensor, address_of) for tensor in _tensors(output)):
+    if not any(_must_be_cloned(tensor, place_of) for tensor in _tensors(output)):
         return output
     if isinstance(output, torch.Tensor):
         return output.clone()
     if isinstance(output, Mapping):
         result = copy.copy(output)
         for key, value in output.items():
-            result[key] = _without_our_bytes(value, address_of)  # type: ignore[index]
+            result[key] = _without_our_bytes(value, place_of)  # type: ignore[index]
         return result
     if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_without_our_bytes(value, address_of) for value in output))
+        return type(output)(*(_without_our_bytes(value, place_of) for value in output))
     if isinstance(output, list | tuple):
-        return type(output)(_without_our_bytes(value, address_of) for value in output)
+        return type(output)(_without_our_bytes(value, place_of) for value in output)
     result = copy.copy(output)
     for field in dataclasses.fields(output):
-        object.__setattr__(result, field.name, _without_our_bytes(getattr(output, field.name), address_of))
+        object.__setattr__(result, field.name, _without_our_bytes(getattr(output, field.name), place_of))
     return result
 
 
-def _must_be_cloned(tensor: torch.Tensor, address_of: Callable[[torch.Tensor], object]) -> bool:
-    return not isinstance(tensor, TieredParameter) and address_of(tensor) is not None
+def _must_be_cloned(tensor: torch.Tensor, place_of: Callable[[torch.Tensor], object]) -> bool:
+    return not isinstance(tensor, TieredParameter) and place_of(tensor) is not None
