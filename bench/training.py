@@ -287,7 +287,7 @@ class Counters:
             self._store.wait_for_commit()
         working_set = self._store.working_set
         with working_set.condition:
-            while working_set.room.write_back.num_writing or working_set.residents.num_arriving:
+            while working_set.num_writing or working_set.num_arriving:
                 working_set.condition.wait(1)
 
     def read(self, num_steps: int, num_params: int) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class Counters:
 
     def held(self, num_params: int) -> dict[str, Any]:
         """Return the persistent bytes per parameter, of parameters and of state: [all of it, what is held]."""
-        space, entries = self._store.working_set.space, self._store.working_set.records.entries
+        space, entries = self._store.working_set.space, self._store.working_set.entries
         found = {}
         for name, prefix in (("parameters", "model/parameters/"), ("state", "model/state/")):
             sizes = [

@@ -36,7 +36,7 @@ ORDER = {
     "bytes": ("kernel_file", "free_memory", "interrupt", "exit_and_fork", "condition", "critical_section",
               "private_file", "memory_mapping", "arena", "registrar", "pinned_arena", "host_tensor", "device",
               "file_memory", "file_stream"),
-    "store": ("waiting", "format", "transfers", "catalog", "space", "records", "residency", "values", "lifetime",
+    "store": ("waiting", "format", "transfers", "catalog", "space", "residency", "values", "lifetime",
               "generations", "assembly", "mapping", "store"),
     "tiers": ("trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock", "copies",
               "accelerator"),

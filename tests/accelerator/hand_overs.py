@@ -21,10 +21,8 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.device.base import Operation
 from tiered.bytes.device.file_device import FileDevice
-from tiered.store.records.entry import Alias
-from tiered.store.residency.residents import Residents
-from tiered.store.residency.room import Room
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.entry import Alias
+from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import Transfer
 from tiered.tiers.copies import Copies
 from tiered.zero.optimizer import update_thread
@@ -151,19 +149,19 @@ def _watch_locks(sim: ModuleType, patches: _Patches) -> None:
 
 
 def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
-    def hand_over(residents: Residents, aliases: Sequence[Alias]) -> None:
+    def hand_over(residency: Residency, aliases: Sequence[Alias]) -> None:
         for alias in aliases:
             sim.hand_over(alias.residence.buffer.address, alias.residence.buffer.nbytes)
 
-    def take_over(working_set: WorkingSet, key: str, mode: str, granted: Any) -> None:
+    def take_over(working_set: Residency, key: str, mode: str, granted: Any) -> None:
         sim.take_over(granted[0].residence.buffer.address, granted[0].residence.buffer.nbytes)
 
-    def reserve(room: Room, *arguments: Any, **options: Any) -> Buffer:
-        buffer = reserve_unseen(room, *arguments, **options)
+    def reserve(residency: Residency, *arguments: Any, **options: Any) -> Buffer:
+        buffer = reserve_unseen(residency, *arguments, **options)
         sim.take_over(buffer.address, buffer.nbytes)
         return buffer
 
-    def unreserve(room: Room, buffer: Buffer) -> None:
+    def unreserve(residency: Residency, buffer: Buffer) -> None:
         sim.hand_over(buffer.address, buffer.nbytes)
 
     def started(transfer: Transfer) -> None:
@@ -175,11 +173,11 @@ def _watch_bytes(sim: ModuleType, patches: _Patches) -> None:
             sim.take_over(lo // mmap.PAGESIZE * mmap.PAGESIZE, operation.nbytes)
             sim.use_pages(lo, lo + operation.nbytes, not operation.is_write)
 
-    reserve_unseen = Room.reserve
-    patches.set(Room, "reserve", reserve)
-    patches.around(Room, "unreserve", before=unreserve)
-    patches.around(Residents, "end", before=hand_over)
-    patches.around(WorkingSet, "_show", after=take_over)
+    reserve_unseen = Residency.reserve
+    patches.set(Residency, "reserve", reserve)
+    patches.around(Residency, "unreserve", before=unreserve)
+    patches.around(Residency, "end_leases", before=hand_over)
+    patches.around(Residency, "_show", after=take_over)
     patches.around(Transfer, "start", before=started)
     patches.around(FileDevice, "submit", before=submitted)
 

@@ -37,7 +37,7 @@ def opened(directory: Path, **options: Any) -> Iterator[tiered.Store]:
 
 
 def arena_of(store: tiered.Store) -> PinnedArena:
-    arena = store.working_set.residents.arena
+    arena = store.working_set.arena
     assert isinstance(arena, PinnedArena)
     return arena
 

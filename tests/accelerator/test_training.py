@@ -84,7 +84,7 @@ def test_bits(row: Any, accelerator: Any, tmp_path: Path) -> None:
         trained = session.run()
         tier = next(session.model.parameters()).segment.unit.tier  # type: ignore[attr-defined]
         assert tier.memory.peak_bytes <= budget
-        assert store.working_set.residents.arena.is_pinned
+        assert store.working_set.arena.is_pinned
     assert_same(trained, expected)
 
 

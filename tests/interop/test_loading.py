@@ -137,7 +137,7 @@ def test_a_base_in_place_is_never_written(tmp_path: Path) -> None:
             assert all(map(torch.equal, losses(model, optimizer), theirs))
             base_keys = [record for record in store.records() if record.name.startswith("model/parameters")]
             assert base_keys
-            in_place = [e for e in store._records.entries.used() if e.row is not None and e.row.ranges]
+            in_place = [e for e in store.working_set.entries.used() if e.row is not None and e.row.ranges]
             assert len(in_place) == (len(base_keys) if external else 0)
 
 

@@ -15,7 +15,7 @@ from tests.store.catalogs import SqliteHome
 from tests.store.places import quick_directory, short_files
 from tests.store.rig import BUDGET_NBYTES, GatedStore, pinned_arena, simulated_store
 from tiered.bytes.arena import Arena
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import MiB
 
@@ -68,7 +68,7 @@ def store(disk: SimulatedDisk, budget_nbytes: int) -> Iterator[Store]:
 
 
 @pytest.fixture
-def working_set(store: Store) -> WorkingSet:
+def working_set(store: Store) -> Residency:
     return store.working_set
 
 

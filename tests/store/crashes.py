@@ -139,7 +139,7 @@ class Job:
         asked.clear()
         self.together.may_confirm.clear()
         self._start_commit()
-        await_true(lambda: asked.is_set() or self.store._records.sealed is None)
+        await_true(lambda: asked.is_set() or self.store.working_set.sealed is None)
 
     def _start_commit(self) -> None:
         assert self.store.commit({"step": self.counter.count}, wait=False) == max(self.oracle.contents)
@@ -424,7 +424,7 @@ def _extents(row: Row) -> tuple[Extent, ...]:
 
 def _wrong_extents(store: Store) -> str:
     """Every byte in use belongs to one committed extent: nothing leaks, nothing overlaps."""
-    rows = [store._records.entries[name].row for name in store]
+    rows = [store.working_set.entries[name].row for name in store]
     extents = sorted(extent for row in rows if row is not None for extent in _extents(row))
     for one, other in itertools.pairwise(extents):
         if one[:2] == other[:2] and one.offset + one.nbytes > other.offset:

@@ -87,7 +87,7 @@ class Subject:
                 self._put(store, generation)
                 store.commit({"step": generation, "more": "s" * 5000})
                 self._note(store, generation)
-            rows = [store._records.entries[name].row for name in store]
+            rows = [store.working_set.entries[name].row for name in store]
             places = [(e.device, e.offset, e.nbytes) for row in rows if row is not None for e in _extents(row)]
             self.used = [(self.directories[d] / "data-000", offset, nbytes) for d, offset, nbytes in places]
         for directory in self.directories:

@@ -30,7 +30,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, Counter, numbers, simulated_store
 from tests.store.together import Together
 from tiered.errors import DeviceError, LeaseError, TieredError, UsageError
-from tiered.store.residency.working_set import Lease
+from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -371,7 +371,7 @@ class StoreAgainstDict(RuleBasedStateMachine):
     def reopen(self, orderly: bool) -> None:
         self._release()
         self.store.wait_for_commit()
-        changed = self.store._records.has_changes
+        changed = self.store.working_set.has_changes
         if orderly:
             self.store.close()
             if changed:

@@ -29,8 +29,8 @@ from tiered.store.catalog.transaction import CatalogTransaction, discard_newest
 from tiered.store.format import committed_rows, root
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime import directory, lock
-from tiered.store.records.entry import Entry
-from tiered.store.records.records import Extents, Records, Sealed
+from tiered.store.residency.entry import Entry
+from tiered.store.residency.key_table import Extents, KeyTable, Sealed
 from tiered.store.space.space import Space
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import Transfer
@@ -105,10 +105,10 @@ def the_catalog_comes_before_the_data(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def committed_bytes_are_overwritten(patch: Patch) -> None:
-    take_target, give_back = Records.take_target, Space.give_back
+    take_target, give_back = KeyTable.take_target, Space.give_back
     in_place: set[Extents] = set()
 
-    def take_committed(records: Records, entry: Entry) -> Extents | None:
+    def take_committed(records: KeyTable, entry: Entry) -> Extents | None:
         if entry.landing is None and not entry.is_pending and entry.committed is not None and entry.committed.extents:
             entry.landing = entry.committed.extents
             in_place.add(entry.landing)
@@ -118,23 +118,23 @@ def committed_bytes_are_overwritten(patch: Patch) -> None:
         if extents not in in_place:
             give_back(space, extents)
 
-    patch.setattr(Records, "take_target", take_committed)
+    patch.setattr(KeyTable, "take_target", take_committed)
     patch.setattr(Space, "give_back", give_back_others)
 
 
 @mutant(checks.superseded_bytes_stay_until_the_commit_is_durable)
 def superseded_extents_are_reused_before_the_commit(patch: Patch) -> None:
-    seal, give_back = Records.seal, Space.give_back
+    seal, give_back = KeyTable.seal, Space.give_back
 
-    def seal_and_free(records: Records, state: str) -> Sealed:
+    def seal_and_free(records: KeyTable, state: str) -> Sealed:
         sealed = seal(records, state)
         for entry in (*sealed.rows, *sealed.targets):
             if entry.committed is not None:
-                give_back(records._space, entry.committed.extents)
+                give_back(records.space, entry.committed.extents)
                 entry.committed = dataclasses.replace(entry.committed, extents=())  # nothing is left to free later
         return sealed
 
-    patch.setattr(Records, "seal", seal_and_free)
+    patch.setattr(KeyTable, "seal", seal_and_free)
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -144,7 +144,7 @@ def a_commit_is_acknowledged_before_it_is_durable(patch: Patch) -> None:
 
 @mutant(checks.no_crash_state_is_wrong)
 def extents_in_use_are_not_claimed_at_open(patch: Patch) -> None:
-    patch.setattr(Records, "load", lambda records, loaded: records.entries.fill(loaded))
+    patch.setattr(KeyTable, "load", lambda records, loaded: records.entries.fill(loaded))
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -190,12 +190,12 @@ def a_commit_is_not_confirmed(patch: Patch) -> None:
 
 
 def _free_and_confirm(committer: Committer, real: Confirmation, generation: GenerationName) -> None:
-    records = committer._records
+    records = committer._working_set
     assert records.sealed is not None
     with committer._condition:
         for entry in (*records.sealed.rows, *records.sealed.removed):
             if entry.committed is not None:
-                records._space.give_back(entry.committed.extents)
+                records.space.give_back(entry.committed.extents)
                 entry.committed = dataclasses.replace(entry.committed, extents=())  # nothing is left to free later
     real.confirm(generation)
 
@@ -321,12 +321,12 @@ def a_store_goes_on_after_a_failed_commit(patch: Patch) -> None:
 
 @mutant(checks.nobody_writes_again_where_a_write_failed)
 def an_extent_that_failed_is_used_again(patch: Patch) -> None:
-    def free(records: Records, entry: Entry, extents: Extents) -> None:
-        records._space.give_back(extents)
+    def free(records: KeyTable, entry: Entry, extents: Extents) -> None:
+        records.space.give_back(extents)
         if entry.landing == extents:
             entry.landing = None
 
-    patch.setattr(Records, "lost_target", free)
+    patch.setattr(KeyTable, "lost_target", free)
 
 
 @mutant(checks.a_wait_ends_with_the_deadline)

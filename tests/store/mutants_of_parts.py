@@ -10,8 +10,8 @@ from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime import external as external_module
 from tiered.store.lifetime.external import SlabReads
-from tiered.store.records.pages import Pages, places_of
-from tiered.store.residency.write_back import Shortage
+from tiered.store.residency.paged_rows import Pages, places_of
+from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Readers
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.values.parts import PartWrite

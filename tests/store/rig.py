@@ -23,7 +23,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.opening import Parts, empty_root
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -82,14 +82,14 @@ def written(store: Store) -> None:
     store.working_set.unreserve(store.working_set.reserve(16 * MiB))
 
 
-def write_key(working_set: WorkingSet, key: str, nbytes: int, value: int, *, scratch: bool = False) -> None:
+def write_key(working_set: Residency, key: str, nbytes: int, value: int, *, scratch: bool = False) -> None:
     working_set.create(key, nbytes, scratch=scratch)
     lease = working_set.lease(key, "w")
     lease.tensor.fill_(value)
     assert lease.release()
 
 
-def read_key(working_set: WorkingSet, key: str) -> int:
+def read_key(working_set: Residency, key: str) -> int:
     lease = working_set.lease(key, "r")
     found = lease.tensor.unique().tolist()
     assert lease.release()
@@ -97,12 +97,12 @@ def read_key(working_set: WorkingSet, key: str) -> int:
     return int(found[0])
 
 
-def stored(working_set: WorkingSet, *keys: str) -> None:
+def stored(working_set: Residency, *keys: str) -> None:
     """Bring ``keys`` to the device and out of DRAM."""
     working_set.swap_out(keys)
     buffer = working_set.reserve(working_set.budget_bytes)
     working_set.unreserve(buffer)
-    assert not any(working_set.is_resident(key) for key in keys if working_set.records.entries[key].nbytes)
+    assert not any(working_set.is_resident(key) for key in keys if working_set.entries[key].nbytes)
 
 
 def assert_holds(store: Store, values: dict[str, torch.Tensor]) -> None:

@@ -244,7 +244,7 @@ def test_memory_is_had_by_waiting_for_the_commit_that_blocks_a_write(gated: Gate
     got: list[object] = []
     thread = threading.Thread(target=lambda: got.append(store.working_set.reserve(full)))
     thread.start()
-    while not store.working_set.room.num_waiting:
+    while not store.working_set.num_waiting:
         assert thread.is_alive()
     gated.catalog.may_apply.set()
     thread.join(WAIT_S)

@@ -226,10 +226,10 @@ def test_each_block_that_lands_gives_a_commit_more_time() -> None:
         device.hold = lambda operation: operation.is_write
         store.commit(wait=False)
         await_true(lambda: len(device.held) == 3)
-        seen = {store._records.commit_progress()}
+        seen = {store.working_set.commit_progress()}
         for num_seen in (2, 3):
             device.device.submit([device.held.pop()])
-            seen.add(store._records.commit_progress())
+            seen.add(store.working_set.commit_progress())
             assert len(seen) == num_seen
         device.open()
 
@@ -314,7 +314,7 @@ def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_comm
     store.put_many(values)
     store.commit(wait=False)
     await_true(lambda: len(device.held) == 2)
-    sealed = store._records.sealed
+    sealed = store.working_set.sealed
     assert sealed is not None
     (last,) = sealed.to_write
 
@@ -432,7 +432,7 @@ def test_a_lease_that_failed_keeps_no_tensor_of_its_callers_alive(gated: GatedSt
             store.working_set.lease(name, "w").release()
         except DeviceError:
             pass
-    assert not store.working_set.residents.users
+    assert not store.working_set.users
 
 
 def test_a_closed_store_refuses_everything_but_close(store: Store) -> None:

@@ -16,9 +16,8 @@ from tests.store.rig import WAIT_S, GatedStore, await_true, numbers, read_key, s
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, LeaseError
-from tiered.store.records.entry import Granted
+from tiered.store.residency.entry import Granted
 from tiered.store.store import Store
-from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -174,13 +173,12 @@ def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None
 def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
     working_set = gated.store.working_set
     write_key(working_set, "a", PAGE, 1)
-    reading, _, _ = working_set.grants.obtain("a", "r", Deadline("a get", WAIT_S), swaps_in=lambda _: True)
+    reading, _, _ = working_set.obtain("a", "r", swaps_in=lambda _: True)
     write_key_again = working_set.lease("a", "rw")
     write_key_again.tensor.add_(1)
     assert write_key_again.release()
     assert set(reading.residence.buffer.memory[:PAGE]) == {1}
-    working_set.residents.report_end(reading)
-    assert working_set.released([reading])
+    working_set.end_brief(reading)
     assert read_key(working_set, "a") == 2
     assert working_set.statistics().orphan_bytes == 0
 
@@ -200,14 +198,14 @@ def test_a_read_finds_a_key_that_has_become_too_large_for_the_budget(
     disk, large = SimulatedDisk(capacity_nbytes=16 * MiB, can_lose_power=False), numbers(10 * MiB, 1)
     with simulated_store(disk, budget_nbytes=9 * MiB) as store:
         store["a"] = numbers(12 * KiB)
-        obtain = store.working_set.grants.obtain
+        obtain = store.working_set.obtain
 
         def late(*arguments: Any, **options: Any) -> Granted:
-            if store._records.entries["a"].nbytes == 12 * KiB:
+            if store.working_set.entries["a"].nbytes == 12 * KiB:
                 store["a"] = large  # as another thread may, here
             return obtain(*arguments, **options)
 
-        monkeypatch.setattr(store.working_set.grants, "obtain", late)
+        monkeypatch.setattr(store.working_set, "obtain", late)
         found = READS[read](store)
         assert torch.equal(found, large[:1000] if read == "read_part" else large)
 
@@ -251,7 +249,7 @@ def test_closing_waits_for_a_commit_that_another_thread_has_sealed_meanwhile(gat
     store["a"] = numbers(PAGE)
     closing = threading.Thread(target=store.close)
     closing.start()
-    await_true(lambda: store.working_set.keys.is_ending)
+    await_true(lambda: store.working_set.is_ending)
     assert store.generation == 0 and gated.device.has_held.wait(WAIT_S)
     gated.device.open()
     closing.join(WAIT_S)

@@ -211,7 +211,7 @@ def test_damage_found_ahead_of_need_is_raised_by_the_lease(rig: Rig, offset: int
 
 
 def test_nothing_is_seen_before_it_was_checked_and_the_drive_does_not_wait_for_that(rig: Rig) -> None:
-    rig.store.working_set.swap_in._most_nbytes = NBYTES  # one read ahead at a time
+    rig.store.working_set._most_ahead_nbytes = NBYTES  # one read ahead at a time
     blocker = block_all(rig.threads)
     rig.store.prefetch(["a", "b"])
     assert rig.gate.events == ["read"] * 6  # both have arrived

@@ -200,7 +200,7 @@ def test_what_is_adopted_while_a_commit_begins_has_its_digests_in_it(
 
         monkeypatch.setattr(store.external, "changed", changed)
         assert store.commit() == 1 and len(looks) > 1
-        assert not store._records.has_changes
+        assert not store.working_set.has_changes
     with opened(tmp_path, base, mode="r") as store:
         assert same(store["pages"], tensors()["pages"]) and same(store["odd"], tensors()["odd"])
         assert store.verify().num_blocks == 2
@@ -654,9 +654,9 @@ def test_digests_that_are_not_those_of_zeros_are_damage_of_the_file_they_lie_beh
         ranges = [ExternalRange(0, store.external.number(base), store.external.find(base, "w").offset, 9000)]
         adopt(store.working_set, "a", Spec(torch.uint8, (40_000,), 16 * KiB), ranges)
         store.commit()
-        row = store._records.entries["a"].row
+        row = store.working_set.entries["a"].row
         assert row is not None
-        store._records.entries["a"].row = replace(row, digests=row.digests[:-8] + bytes(8))
+        store.working_set.entries["a"].row = replace(row, digests=row.digests[:-8] + bytes(8))
         with pytest.raises(CorruptionError, match="block 2 does not match") as caught:
             store.read_part("a", 39_000, 40_000)
         assert (caught.value.key, caught.value.file) == ("a", str(base))

@@ -15,7 +15,7 @@ from tests.store.rig import WAIT_S, GatedDevice, await_true, numbers, simulated_
 from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, CorruptionError, DeadlineError, DeviceError
 from tiered.store.format.checksum import BLOCK_NBYTES
-from tiered.store.records.entry import EntryState
+from tiered.store.residency.entry import EntryState
 from tiered.store.store import Store
 from tiered.store.values import values
 from tiered.units import KiB, MiB
@@ -48,7 +48,7 @@ class Rig:
         return self.store.statistics().used_bytes
 
     def state(self, key: str) -> EntryState:
-        return self.store.working_set.records.entries[key].state
+        return self.store.working_set.entries[key].state
 
     def put_out(self) -> None:
         """Put and commit "a" and "b", none of which is in DRAM then."""
@@ -58,7 +58,7 @@ class Rig:
 
     def hold_from(self, block: int) -> None:
         """Hold up the reads of blocks from ``block`` on, wherever the key lies."""
-        entries = self.store.working_set.records.entries
+        entries = self.store.working_set.entries
         starts = [extent.offset for key in "ab" for extent in entries[key].row.extents]  # type: ignore[union-attr]
 
         def is_late(operation: Operation) -> bool:
@@ -209,7 +209,7 @@ def test_digests_are_those_of_the_key_id_and_generation_that_a_put_ends_in(
 ) -> None:
     rig.store["a"] = OLD
     rig.store.commit()
-    old_id = rig.store.working_set.records.entries["a"].key_id
+    old_id = rig.store.working_set.entries["a"].key_id
     copy_and_digest = values._copy_and_digest
 
     def late(*args: Any) -> bytes:
@@ -219,7 +219,7 @@ def test_digests_are_those_of_the_key_id_and_generation_that_a_put_ends_in(
 
     monkeypatch.setattr(values, "_copy_and_digest", late)
     rig.store["a"] = NEW
-    has_new_id = rig.store.working_set.records.entries["a"].key_id > old_id
+    has_new_id = rig.store.working_set.entries["a"].key_id > old_id
     assert has_new_id is (meanwhile is not Store.commit)
     rig.store.commit()
     store = rig.reopen()
@@ -249,7 +249,7 @@ def test_two_threads_wait_for_the_same_read(rig: Rig) -> None:
     rig.await_held()
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(rig.store.__getitem__, "a")
-        residents = rig.store.working_set.residents
+        residents = rig.store.working_set
         await_true(lambda: residents.num_claims == 3)  # two of the first, which reads, and one of the second
         rig.gate.open()
         assert torch.equal(second.result(WAIT_S), OLD)
@@ -296,7 +296,7 @@ def test_a_store_that_is_closed_meanwhile_gives_the_buffer_back(rig: Rig) -> Non
         assert torch.equal(found.result(WAIT_S), OLD)
     except ClosedError:
         pass  # also an answer; wrong bytes are not
-    arena = rig.store.working_set.residents.arena
+    arena = rig.store.working_set.arena
     await_true(lambda: not arena.leased_nbytes)
 
 

@@ -83,7 +83,7 @@ def test_a_lease_that_ends_with_tensors_alive_says_so(store: Store, mode: str) -
 def test_an_end_whose_report_another_thread_has_in_hand_is_seen(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that waits for ends takes a report and puts it back: from Python 3.13 on, others run between."""
     store["a"] = torch.arange(5)
-    ended = store.working_set.residents.ended_leases
+    ended = store.working_set.ended_leases
     with monkeypatch.context() as patch:
         patch.setattr(ended, "take", lambda: iter(()))
         with store.lease("a", "rw") as view:

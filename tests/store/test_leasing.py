@@ -16,7 +16,7 @@ from tiered.errors import (
     UsageError,
 )
 from tiered.store.format.row import Spec
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB
 
@@ -29,7 +29,7 @@ BUDGET = 16 * PAGE  # of the stores here
 # Leases
 
 
-def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: WorkingSet) -> None:
+def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: Residency) -> None:
     working_set.create("a", 24, dtype=torch.float32, shape=(2, 3))
     lease = working_set.lease("a", "w")
     assert lease.tensor.dtype == torch.float32
@@ -42,7 +42,7 @@ def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: WorkingSe
 
 @pytest.mark.parametrize(("nbytes", "shape"), [(0, (0, 5)), (4, ()), (4, (1,)), (40_000, (100, 100))])
 def test_odd_shapes_can_be_leased_and_come_back_from_the_device(
-    working_set: WorkingSet, nbytes: int, shape: tuple[int, ...]
+    working_set: Residency, nbytes: int, shape: tuple[int, ...]
 ) -> None:
     working_set.create("a", nbytes, dtype=torch.float32, shape=shape)
     lease = working_set.lease("a", "w")
@@ -54,12 +54,12 @@ def test_odd_shapes_can_be_leased_and_come_back_from_the_device(
     assert lease.release()
 
 
-def test_bytes_that_do_not_fit_the_shape_are_refused(working_set: WorkingSet) -> None:
+def test_bytes_that_do_not_fit_the_shape_are_refused(working_set: Residency) -> None:
     with pytest.raises(ValueError, match="expected 24 bytes"):
         working_set.create("a", 23, dtype=torch.float32, shape=(2, 3))
 
 
-def test_an_unknown_mode_is_refused(working_set: WorkingSet) -> None:
+def test_an_unknown_mode_is_refused(working_set: Residency) -> None:
     with pytest.raises(ValueError, match="expected mode"):
         working_set.lease("a", "x")
 
@@ -72,9 +72,9 @@ def test_a_lease_for_writing_that_changed_nothing_leaves_nothing_to_write(store:
     store.commit() if is_committed else stored(working_set, "a")
     written = store.statistics().write_bytes
     lease = working_set.lease("a", "rw")
-    assert store._records.has_changes
+    assert store.working_set.has_changes
     assert lease.release(is_unchanged=True)
-    assert working_set.statistics().dirty_bytes == 0 and store._records.has_changes is not is_committed
+    assert working_set.statistics().dirty_bytes == 0 and store.working_set.has_changes is not is_committed
     store.commit()
     assert store.statistics().write_bytes == written
     store.rollback()
@@ -82,7 +82,7 @@ def test_a_lease_for_writing_that_changed_nothing_leaves_nothing_to_write(store:
     assert read_key(working_set, "a") == 7
 
 
-def test_a_key_without_bytes_can_only_be_written(working_set: WorkingSet) -> None:
+def test_a_key_without_bytes_can_only_be_written(working_set: Residency) -> None:
     working_set.create("a", PAGE)
     for mode in ("r", "rw"):
         with pytest.raises(UsageError, match="never written"):
@@ -91,7 +91,7 @@ def test_a_key_without_bytes_can_only_be_written(working_set: WorkingSet) -> Non
         working_set.lease("b", "r")
 
 
-def test_create_replaces_an_existing_key(working_set: WorkingSet) -> None:
+def test_create_replaces_an_existing_key(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     working_set.create("a", 2 * PAGE)
     with pytest.raises(UsageError, match="never written"):
@@ -104,7 +104,7 @@ def test_create_replaces_an_existing_key(working_set: WorkingSet) -> None:
     ("open_mode", "mode"), [("r", "w"), ("r", "rw"), ("w", "r"), ("rw", "r"), ("rw", "rw"), ("w", "w")]
 )
 def test_leases_that_conflict_are_refused_until_the_first_is_released(
-    working_set: WorkingSet, open_mode: str, mode: str
+    working_set: Residency, open_mode: str, mode: str
 ) -> None:
     write_key(working_set, "a", PAGE, 1)
     lease = working_set.lease("a", open_mode)
@@ -114,7 +114,7 @@ def test_leases_that_conflict_are_refused_until_the_first_is_released(
     assert working_set.lease("a", mode).release()
 
 
-def test_leases_for_reading_share_bytes(working_set: WorkingSet) -> None:
+def test_leases_for_reading_share_bytes(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     first, second = working_set.lease("a", "r"), working_set.lease("a", "r")
     assert first.tensor.data_ptr() == second.tensor.data_ptr()
@@ -122,7 +122,7 @@ def test_leases_for_reading_share_bytes(working_set: WorkingSet) -> None:
     second.release()
 
 
-def test_release_says_whether_the_lease_has_ended_and_is_idempotent(working_set: WorkingSet) -> None:
+def test_release_says_whether_the_lease_has_ended_and_is_idempotent(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     lease = working_set.lease("a", "rw")
     alias = lease.tensor[3:5]
@@ -134,7 +134,7 @@ def test_release_says_whether_the_lease_has_ended_and_is_idempotent(working_set:
         lease.tensor.zero_()
 
 
-def test_a_dropped_lease_is_a_released_one(working_set: WorkingSet) -> None:
+def test_a_dropped_lease_is_a_released_one(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     lease = working_set.lease("a", "rw")
     del lease
@@ -144,14 +144,14 @@ def test_a_dropped_lease_is_a_released_one(working_set: WorkingSet) -> None:
 @pytest.mark.parametrize("mode", ["r", "rw", "w"])
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_lease_that_fails_at_its_last_step_ends_once(
-    store: Store, working_set: WorkingSet, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
+    store: Store, working_set: Residency, monkeypatch: pytest.MonkeyPatch, mode: str, is_kept: bool
 ) -> None:
     def fail(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
         raise CapacityError
 
     write_key(working_set, "a", 8 * KiB, 1)
     with monkeypatch.context() as patch:
-        patch.setattr("tiered.store.residency.working_set.tensor_over", fail)
+        patch.setattr("tiered.store.residency.residency.tensor_over", fail)
         with pytest.raises(CapacityError) as caught:
             working_set.lease("a", mode)
     if is_kept:  # as a debugger keeps it: its frames have a tensor on the bytes
@@ -160,13 +160,13 @@ def test_a_lease_that_fails_at_its_last_step_ends_once(
     del caught
     store.commit()
     assert read_key(working_set, "a") == (2 if is_kept else 1)
-    assert not working_set.residents.users
+    assert not working_set.users
     store["a"] = torch.ones(5)
     store.close()
     assert working_set.statistics().arena_bytes == 0
 
 
-def test_lingering_readers_keep_their_bytes_when_the_key_is_written(working_set: WorkingSet) -> None:
+def test_lingering_readers_keep_their_bytes_when_the_key_is_written(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     lease = working_set.lease("a", "r")
     alias = lease.tensor[:8]
@@ -182,7 +182,7 @@ def test_lingering_readers_keep_their_bytes_when_the_key_is_written(working_set:
     assert working_set.statistics().orphan_bytes == 0
 
 
-def test_lingering_writers_are_joined(working_set: WorkingSet) -> None:
+def test_lingering_writers_are_joined(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     first = working_set.lease("a", "rw")
     alias = first.tensor[:1]
@@ -201,7 +201,7 @@ def test_lingering_writers_are_joined(working_set: WorkingSet) -> None:
     assert working_set.statistics().swaps.swap_out_bytes == PAGE
 
 
-def test_the_end_of_a_lease_is_noticed_from_a_garbage_collection(working_set: WorkingSet) -> None:
+def test_the_end_of_a_lease_is_noticed_from_a_garbage_collection(working_set: Residency) -> None:
     write_key(working_set, "a", PAGE, 1)
     lease = working_set.lease("a", "rw")
     cycle: list[object] = [lease.tensor]
@@ -212,7 +212,7 @@ def test_the_end_of_a_lease_is_noticed_from_a_garbage_collection(working_set: Wo
     assert lease.release()
 
 
-def test_two_threads_that_write_different_keys_do_not_meet(working_set: WorkingSet) -> None:
+def test_two_threads_that_write_different_keys_do_not_meet(working_set: Residency) -> None:
     failures: list[BaseException] = []
 
     def work(key: str) -> None:
@@ -240,7 +240,7 @@ def test_bytes_return_when_the_last_tensor_dies_also_after_close() -> None:
     lease = store.working_set.lease("a", "r")
     alias = lease.tensor[2:4]
     lease.release()
-    arena = store.working_set.residents.arena
+    arena = store.working_set.arena
     store.close()
     assert alias.tolist() == [5, 5]
     assert arena.leased_nbytes == PAGE

@@ -18,7 +18,7 @@ from tests.store.rig import numbers, simulated_store
 from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import ClosedError, UsageError
-from tiered.store.residency.residents import LeastRecentlyUsed
+from tiered.store.residency.eviction import LeastRecentlyUsed
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 

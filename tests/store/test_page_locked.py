@@ -19,8 +19,7 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import add_registrar
 from tiered.errors import CapacityError, DeadlineError
-from tiered.store.residency.lease import Lease
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.store.store import Store
 from tiered.units import GiB, KiB, MiB
 
@@ -105,7 +104,7 @@ def arena_of(num_pages: int) -> PinnedArena:
 
 
 @pytest.fixture
-def working_set() -> Iterator[WorkingSet]:
+def working_set() -> Iterator[Residency]:
     """A working set in which four keys of a quarter of the budget lie side by side, clean, the first one oldest."""
     with store_of(arena_of(16)) as store:
         for key in QUARTERS:
@@ -114,21 +113,21 @@ def working_set() -> Iterator[WorkingSet]:
         yield store.working_set
 
 
-def fill(working_set: WorkingSet) -> None:
+def fill(working_set: Residency) -> None:
     working_set.swap_out(QUARTERS)
     working_set.unreserve(working_set.reserve(BUDGET))
     leases = [working_set.lease(key, "r") for key in QUARTERS]
-    addresses = [lease.residence.buffer.address for lease in leases]
+    addresses = [lease.buffer.address for lease in leases]
     assert addresses == [addresses[0] + index * 4 * PAGE for index in range(4)]
     for lease in leases:
         lease.release()
 
 
-def resident(working_set: WorkingSet) -> list[int]:
+def resident(working_set: Residency) -> list[int]:
     return [index for index, key in enumerate(QUARTERS) if working_set.is_resident(key)]
 
 
-def test_leases_between_free_bytes_are_a_capacity_error_that_says_scattered(working_set: WorkingSet) -> None:
+def test_leases_between_free_bytes_are_a_capacity_error_that_says_scattered(working_set: Residency) -> None:
     held = [working_set.lease(QUARTERS[index], "r") for index in (1, 3)]
     with pytest.raises(CapacityError, match=r"no room for 32\.0 KiB .*enough bytes are free, but scattered"):
         working_set.reserve(8 * PAGE)
@@ -138,7 +137,7 @@ def test_leases_between_free_bytes_are_a_capacity_error_that_says_scattered(work
     held.pop().release()
 
 
-def test_a_budget_that_is_too_small_is_no_scattered_one(working_set: WorkingSet) -> None:
+def test_a_budget_that_is_too_small_is_no_scattered_one(working_set: Residency) -> None:
     held = [working_set.lease(key, "r") for key in QUARTERS[:3]]
     with pytest.raises(CapacityError) as raised:
         working_set.reserve(8 * PAGE)
@@ -147,7 +146,7 @@ def test_a_budget_that_is_too_small_is_no_scattered_one(working_set: WorkingSet)
         lease.release()
 
 
-def test_no_more_is_evicted_than_is_in_the_way(working_set: WorkingSet) -> None:
+def test_no_more_is_evicted_than_is_in_the_way(working_set: Residency) -> None:
     """The two oldest do not touch: one more goes, and not all of them."""
     read_key(working_set, QUARTERS[1])
     read_key(working_set, QUARTERS[3])
@@ -155,7 +154,7 @@ def test_no_more_is_evicted_than_is_in_the_way(working_set: WorkingSet) -> None:
     assert resident(working_set) == [3]
 
 
-def test_dirty_keys_between_free_bytes_are_written_and_evicted(working_set: WorkingSet) -> None:
+def test_dirty_keys_between_free_bytes_are_written_and_evicted(working_set: Residency) -> None:
     for index in (1, 3):
         working_set.lease(QUARTERS[index], "rw").release()
     working_set.unreserve(working_set.reserve(4 * PAGE))
@@ -164,7 +163,7 @@ def test_dirty_keys_between_free_bytes_are_written_and_evicted(working_set: Work
     assert [read_key(working_set, key) for key in QUARTERS] == [1] * 4
 
 
-def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: WorkingSet) -> None:
+def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: Residency) -> None:
     has_it, may_go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -174,7 +173,7 @@ def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: WorkingSet
         lease.release()
 
     def let_go() -> None:
-        await_true(lambda: working_set.room.num_waiting == 1)
+        await_true(lambda: working_set.num_waiting == 1)
         may_go.set()
 
     mine = working_set.lease(QUARTERS[3], "r")
@@ -202,7 +201,7 @@ class Keeping:
         return False
 
 
-def test_a_prefetch_evicts_only_what_the_policy_offers(working_set: WorkingSet) -> None:
+def test_a_prefetch_evicts_only_what_the_policy_offers(working_set: Residency) -> None:
     write_key(working_set, "half", 8 * PAGE, 2)
     working_set.swap_out(["half"])
     fill(working_set)

@@ -15,8 +15,8 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, GatedDevice, GatedStore, await_true, numbers, simulated_store, stored
 from tests.store.test_parts import LARGE, read
 from tiered.store.format.row import Page, Row
-from tiered.store.records.entry import Granted
-from tiered.store.records.pages import Pages
+from tiered.store.residency.entry import Granted
+from tiered.store.residency.paged_rows import Pages
 from tiered.store.store import Store
 from tiered.store.waiting.calling_thread import NestedCalls
 from tiered.units import KiB, MiB
@@ -90,13 +90,13 @@ def test_a_reader_of_parts_of_one_key_is_nothing_to_the_key_that_had_the_extents
     with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
         store.put("a", numbers(NBYTES, 1), block_size="4KiB")
         store.commit()
-        first = store._records.entries["a"].row
+        first = store.working_set.entries["a"].row
         store.write_part("a", 0, numbers(NBYTES, 2))  # all of it lies elsewhere then
         store.commit()
         value = numbers(NBYTES, 3)
         store.put("b", value, block_size="4KiB")
         store.commit()
-        second = store._records.entries["b"].row
+        second = store.working_set.entries["b"].row
         assert first is not None and second is not None and first.extents == second.extents
         store.write_part("b", 5000, numbers(100, 4))
         value[5000:5100] = numbers(100, 4)
@@ -139,14 +139,14 @@ def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
 def before_it_has_the_bytes(store: Store, action: Callable[[], object]) -> None:
     """Have another thread do ``action`` when the next call has looked at a resident key, and comes for its bytes."""
     working_set = store.working_set
-    obtain = working_set.grants.obtain
+    obtain = working_set.obtain
 
     def late(*args: Any, **options: Any) -> Granted:
-        working_set.grants.obtain = obtain  # type: ignore[method-assign]
+        working_set.obtain = obtain  # type: ignore[method-assign]
         in_thread(action)
         return obtain(*args, **options)
 
-    working_set.grants.obtain = late  # type: ignore[method-assign]
+    working_set.obtain = late  # type: ignore[method-assign]
 
 
 def test_a_part_has_the_type_of_the_bytes_it_is_read_from() -> None:
@@ -189,7 +189,7 @@ def test_no_part_is_written_to_a_tensor_that_took_another_type(gated: GatedStore
 def test_a_part_of_an_inline_tensor_undoes_no_write_that_has_returned(what: str) -> None:
     with simulated_store() as store:
         store["a"] = torch.zeros(400, dtype=torch.uint8)
-        settle, me = store.working_set.deferred_seal.settle, threading.get_ident()
+        settle, me = store.working_set.await_seal, threading.get_ident()
         num_writes = 0
 
         def write() -> None:
@@ -206,9 +206,9 @@ def test_a_part_of_an_inline_tensor_undoes_no_write_that_has_returned(what: str)
             if threading.get_ident() == me:  # it is about to look at the key, or to put what it made of that
                 in_thread(write)
 
-        store.working_set.deferred_seal.settle = late  # type: ignore[method-assign]
+        store.working_set.await_seal = late  # type: ignore[method-assign]
         store.write_part("a", 0, torch.full((4,), 99, dtype=torch.uint8))
-        store.working_set.deferred_seal.settle = settle  # type: ignore[method-assign]
+        store.working_set.await_seal = settle  # type: ignore[method-assign]
         assert num_writes and store["a"].tolist() == [99] * 4 + [num_writes] * 396
 
 
@@ -244,7 +244,7 @@ def test_who_waits_for_memory_keeps_nobody_from_writing_the_key() -> None:
         stored(store.working_set, "a", "other")
         with store.lease("other", "r"):
             call = Call(lambda: store.write_part("a", 0, numbers(50_000, 3)))
-            await_true(lambda: store.working_set.room.num_waiting == 1)
+            await_true(lambda: store.working_set.num_waiting == 1)
             store.write_part("a", 55_000, numbers(10, 4))  # by the thread that the call waits for
         call.end()
         value = numbers(60_000, 1)
@@ -305,9 +305,9 @@ def test_a_commit_that_has_returned_contains_no_change_that_came_later(change: s
         store.put_many({f"small {i}": numbers(4000, i) for i in range(12)})
         store.commit()
         before = store.get_many(store)
-        producer, seal = Busy(store), store.working_set.deferred_seal
+        producer, working_set = Busy(store), store.working_set
         store.add_producer(producer)
-        settle, has_committed, is_back = seal.settle, threading.Event(), threading.Event()
+        settle, has_committed, is_back = working_set.await_seal, threading.Event(), threading.Event()
 
         def late() -> None:
             is_call = threading.current_thread() is call.thread
@@ -318,12 +318,12 @@ def test_a_commit_that_has_returned_contains_no_change_that_came_later(change: s
                 in_thread(lambda: store.commit(wait=False))
                 has_committed.set()
 
-        seal.settle = late  # type: ignore[method-assign]
+        working_set.await_seal = late  # type: ignore[method-assign]
         may_begin = threading.Event()
         call = Call(lambda: (may_begin.wait(WAIT_S), CHANGES[change](store)))
         may_begin.set()
         await_true(lambda: is_back.is_set() or not call.thread.is_alive())
-        assert seal.is_closed
+        assert working_set.must_await_seal
         producer.end()
         call.end()
         assert has_committed.is_set()

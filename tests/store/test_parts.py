@@ -18,7 +18,7 @@ from tests.store.rig import numbers, simulated_store, stored
 from tiered.errors import CapacityError, CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import Extent, Row
 from tiered.store.lifetime.directory import CATALOG_NAME
-from tiered.store.records.entry import EntryState
+from tiered.store.residency.entry import EntryState
 from tiered.store.space.extents import ExtentAllocator
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -69,10 +69,10 @@ def test_a_key_keeps_its_block_size() -> None:
     with simulated_store(budget_nbytes=8 * MiB) as store:
         store.put("a", numbers(100_000), block_size="8KiB")
         store["a"] = numbers(100_000, 1)
-        entry = store._records.find("a")
+        entry = store.working_set.shown("a")
         assert entry is not None and entry.spec.block_nbytes == 8 * KiB
         store["a"] = numbers(100_001, 1)
-        entry = store._records.find("a")
+        entry = store.working_set.shown("a")
         assert entry is not None and entry.spec.block_nbytes == 4 * MiB
 
 
@@ -83,9 +83,9 @@ def test_a_key_keeps_its_block_size_among_many() -> None:
         before = {str(i): numbers(60_000, i) for i in range(25)}  # so many that the next ones go out in batches
         values = before | {"a": numbers(60_000, 26), "b": numbers(60_000, 27)}
         store.put_many(values)
-        assert store._records.entries["b"].state is EntryState.STORED
-        assert [store._records.entries[name].spec.block_nbytes for name in "ab"] == [4 * KiB, 64 * KiB]
-        row = store._records.entries["b"].row
+        assert store.working_set.entries["b"].state is EntryState.STORED
+        assert [store.working_set.entries[name].spec.block_nbytes for name in "ab"] == [4 * KiB, 64 * KiB]
+        row = store.working_set.entries["b"].row
         assert row is not None and row.block_nbytes == 64 * KiB
         store.commit()
         assert all(torch.equal(store[name], value) for name, value in values.items()) and store.verify().is_clean
@@ -290,7 +290,7 @@ def test_a_reader_of_a_tensor_that_is_leased_for_writing_keeps_its_blocks() -> N
         value = numbers(LARGE, 1)
         store.put("a", value, block_size="4KiB")
         stored(store.working_set, "a")
-        row = store._records.entries["a"].row
+        row = store.working_set.entries["a"].row
         assert row is not None and row.pages is not None
         with store._condition:  # as verify does
             store.working_set.space.begin_stream(row)
@@ -326,7 +326,7 @@ def test_a_reader_that_begins_with_the_committed_tensor_reads_no_later_page() ->
         store.commit()
         store.write_part("a", 0, numbers(5000, 2))
         store.write_part("a", 4 * MiB + 100, numbers(5000, 3))
-        committed = store._records.entries["a"].committed  # as verify does
+        committed = store.working_set.entries["a"].committed  # as verify does
         assert committed is not None
         with store._condition:
             store.working_set.space.begin_stream(committed)
@@ -465,7 +465,7 @@ def test_blocks_that_lie_side_by_side_are_kept_and_freed_together(monkeypatch: p
         store.put("a", numbers(LARGE, 1), block_size="4KiB")
         store.commit()
         store.write_part("a", 0, numbers(LARGE, 2))
-        parts = store._records.entries["a"].parts
+        parts = store.working_set.entries["a"].parts
         assert parts is not None and len(parts.superseded) <= 2
         store.commit()
         assert len(freed) <= 2
@@ -503,7 +503,7 @@ def test_only_the_edges_of_a_part_need_the_blocks_that_were_there(at: int) -> No
         store.put("a", numbers(5 * 4096, 1), block_size="4KiB")
         store.commit()
         stored(store.working_set, "a")
-        row = store._records.entries["a"].row
+        row = store.working_set.entries["a"].row
         assert row is not None
         place = row.extents[0].offset + (at + 1) * 4096
         disk.image(0, 0)[place] ^= 1
@@ -520,7 +520,7 @@ def test_damage_is_found_block_by_block(tmp_path: Path) -> None:
         store.commit()
         store.write_part("a", 8192, numbers(4096, 1))
         store.commit()
-        entry = store._records.find("a")
+        entry = store.working_set.shown("a")
         assert entry is not None and entry.row is not None and entry.row.pages is not None
         place = entry.row.pages.page(entry.row, 0).extents[1]
     with open(tmp_path / "run" / "data-000", "r+b") as file:
@@ -558,7 +558,7 @@ def test_the_pages_of_a_tensor_say_how_many_of_them_wait_for_a_commit() -> None:
         store.put("a", numbers(LARGE), block_size="4KiB")
         store.commit()
         store.write_part("a", 0, numbers(5000, 1))
-        entry = store._records.entries["a"]
+        entry = store.working_set.entries["a"]
         assert entry.row is not None
         assert repr(entry.row.pages).endswith(", 1 in memory, 1 to be written>")
         store.commit()

@@ -51,11 +51,10 @@ def test_rollback_counts_the_held_keys_that_are_there_then(store: Store) -> None
     store["new"] = numbers(8 * PAGE)
     working_set.hold(["new"])
     store.rollback()
-    share = working_set.residents.share
-    assert share.held_bytes == 2 * PAGE
+    assert working_set.held_bytes == 2 * PAGE
     working_set.set_aside(10 * PAGE, lambda: False)
     left = working_set.budget_bytes - 12 * PAGE
-    assert share.admits(left) and not share.admits(left + PAGE)
+    assert working_set.admits(left) and not working_set.admits(left + PAGE)
     working_set.unreserve(working_set.reserve(left))
 
 

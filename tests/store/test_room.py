@@ -14,7 +14,7 @@ import torch
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, await_true, simulated_store, write_key
 from tiered.errors import CapacityError
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 
@@ -58,18 +58,18 @@ def crowded(deadline_s: float) -> Iterator[Store]:
         assert not failures and not any(thread.is_alive() for thread in threads)
 
 
-def lease(working_set: WorkingSet) -> None:
+def lease(working_set: Residency) -> None:
     large = working_set.lease("large", "r")
     assert large.tensor.unique().tolist() == [9]
     assert large.release()
 
 
-def reserve(working_set: WorkingSet) -> None:
+def reserve(working_set: Residency) -> None:
     working_set.unreserve(working_set.reserve(LARGE_NBYTES))
 
 
 @pytest.mark.parametrize("ask", [lease, reserve])
-def test_who_asks_for_most_of_the_budget_is_served_before_the_deadline(ask: Callable[[WorkingSet], None]) -> None:
+def test_who_asks_for_most_of_the_budget_is_served_before_the_deadline(ask: Callable[[Residency], None]) -> None:
     deadline_s = 4.0
     with crowded(deadline_s=deadline_s) as store:
         thread = threading.Thread(target=ask, args=(store.working_set,))
@@ -104,7 +104,7 @@ class Waiting:
         def is_starved() -> bool:
             with self.working_set.condition:
                 self.working_set.condition.notify_all()  # so that it looks again
-                return bool(self.working_set.room._starved)
+                return bool(self.working_set._starved)
 
         await_true(is_starved)
 
@@ -113,7 +113,7 @@ class Waiting:
         while self.held:
             self.held.pop().release()
         self.thread.join(WAIT_S)
-        assert not self.thread.is_alive() and not self.working_set.room._starved
+        assert not self.thread.is_alive() and not self.working_set._starved
 
 
 def test_who_has_a_lease_goes_on_beside_a_starved_caller_and_others_stand_back_for_a_while() -> None:
@@ -139,7 +139,7 @@ def test_nothing_is_left_of_a_caller_that_gave_up() -> None:
         waiting = Waiting(store)
         waiting.thread.join(WAIT_S)
         assert len(waiting.raised) == 1 and "did not happen within" in str(waiting.raised[0])
-        assert not store.working_set.room._starved
+        assert not store.working_set._starved
         waiting.give_way()
         lease(store.working_set)
         with pytest.raises(CapacityError):
@@ -156,7 +156,7 @@ def test_the_death_of_a_tensor_wakes_who_waits_for_its_memory(num_waiting: int) 
         threads = [threading.Thread(target=reserve, args=(working_set,)) for _ in range(num_waiting)]
         for thread in threads:
             thread.start()
-        await_true(lambda: working_set.room.num_waiting == num_waiting)
+        await_true(lambda: working_set.num_waiting == num_waiting)
         time.sleep(0.05)  # all of them wait by now, or will find the end
         views.clear()
         for thread in threads:
@@ -174,7 +174,7 @@ def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
         thread.join()
 
         def interrupt() -> None:
-            await_true(lambda: working_set.room.num_waiting == 1)
+            await_true(lambda: working_set.num_waiting == 1)
             signal.raise_signal(signal.SIGINT)
             views.clear()
 
@@ -184,7 +184,7 @@ def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
             reserve(working_set)
         thread.join()
         reserve(working_set)
-        assert not working_set.residents.users and not working_set.room.num_waiting
+        assert not working_set.users and not working_set.num_waiting
 
 
 def test_a_buffer_given_back_under_a_tensor_is_waited_for_as_a_lease_is() -> None:
@@ -201,7 +201,7 @@ def test_a_buffer_given_back_under_a_tensor_is_waited_for_as_a_lease_is() -> Non
                 with pytest.raises(CapacityError, match=r"96\.0 KiB \('a copy'\) kept alive by tensors"):
                     reserve(working_set)
                 is_given_back.set()
-                await_true(lambda: working_set.room.num_waiting == 1)
+                await_true(lambda: working_set.num_waiting == 1)
                 del tensor
             except BaseException as error:
                 failures.append(error)

@@ -20,7 +20,7 @@ from tiered.store.format.row import Extent
 from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget
-from tiered.store.residency.lease import Lease
+from tiered.store.residency.residency import Lease
 from tiered.store.space.extents import DeviceSpace, FreeRanges
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline
@@ -57,7 +57,7 @@ def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -
     gated.store["ordinary"] = numbers(12 * KiB, 5)
     gated.store.working_set.swap_out(["ordinary"])
     assert gated.device.has_held.is_set()
-    wait_for = gated.store.working_set.keys.wait_for
+    wait_for = gated.store.working_set.wait_for_entry
 
     def let_it_land(entry: Any, deadline: Deadline) -> None:
         gated.store._condition.release()
@@ -66,7 +66,7 @@ def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -
         if not entry.is_settled:
             wait_for(entry, deadline)
 
-    gated.store.working_set.keys.wait_for = let_it_land  # type: ignore[method-assign]
+    gated.store.working_set.wait_for_entry = let_it_land  # type: ignore[method-assign]
     gated.store.rollback()
     assert gated.store["ordinary"].equal(numbers(12 * KiB, 0))
 
@@ -122,7 +122,7 @@ def test_a_rollback_brings_back_a_key_whose_name_a_scratch_key_took(store: Store
     store.rollback()
     assert set(store) == set(values)
     assert store["ordinary"].equal(values["ordinary"])
-    assert "undefined" not in store._records.entries
+    assert "undefined" not in store.working_set.entries
 
 
 def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: GatedStore) -> None:
@@ -132,7 +132,7 @@ def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: Gat
     gated.catalog.may_apply.clear()
     gated.store.commit(wait=False)
     with gated.store._condition:
-        names = {entry.name for entry in gated.store._records.superseded()}
+        names = {entry.name for entry in gated.store.working_set.superseded()}
     gated.catalog.may_apply.set()
     assert names == {"inline", "ordinary", "streamed"}
 
@@ -157,7 +157,7 @@ def test_extents_that_two_streams_read_are_given_back_after_the_second(store: St
     filled(store)
     store.commit()
     space = store.working_set.space
-    rows = [store._records.entries[name].row for name in ("inline", "ordinary")]
+    rows = [store.working_set.entries[name].row for name in ("inline", "ordinary")]
     inline, row = (row for row in rows if row is not None)
     extents = row.extents
     with store._condition:
@@ -178,15 +178,15 @@ def test_extents_that_two_streams_read_are_given_back_after_the_second(store: St
 def test_bytes_that_a_stream_still_reads_stay_when_their_key_is_written_again(store: Store) -> None:
     store["key"] = numbers(12 * KiB, 1)
     stored(store.working_set, "key")
-    space, extents = store.working_set.space, store.working_set.records.entries["key"].landing
+    space, extents = store.working_set.space, store.working_set.entries["key"].landing
     assert extents is not None
-    row = store.working_set.records.entries["key"].row
+    row = store.working_set.entries["key"].row
     assert row is not None and row.extents == extents
     with store._condition:
         space.begin_stream(row)
     store["key"] = numbers(12 * KiB, 2)
     stored(store.working_set, "key")
-    landing = store.working_set.records.entries["key"].landing
+    landing = store.working_set.entries["key"].landing
     assert landing is not None and not {*landing} & {*extents}
     used = space.used_nbytes
     with store._condition:

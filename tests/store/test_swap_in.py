@@ -24,7 +24,7 @@ def gated() -> Iterator[GatedStore]:
     made = GatedStore(budget_nbytes=1 * MiB)
     made.store.put_many({key: numbers(NBYTES, i) for i, key in enumerate(KEYS)})
     stored(made.store.working_set, *KEYS)
-    made.store.working_set.swap_in._most_nbytes = 2 * NBYTES
+    made.store.working_set._most_ahead_nbytes = 2 * NBYTES
     made.device.hold = lambda operation: not operation.is_write
     yield made
     made.close()

@@ -14,7 +14,7 @@ from tiered.errors import (
     DeadlineError,
     DeviceError,
 )
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import Transfer
 from tiered.units import KiB
 
@@ -27,7 +27,7 @@ BUDGET = 16 * PAGE  # of the stores here
 # Write-back
 
 
-def test_dirty_bytes_above_an_eighth_of_the_budget_are_written(working_set: WorkingSet) -> None:
+def test_dirty_bytes_above_an_eighth_of_the_budget_are_written(working_set: Residency) -> None:
     write_key(working_set, "a", 2 * PAGE, 1)
     assert working_set.statistics().dirty_bytes == 2 * PAGE  # an eighth
     write_key(working_set, "b", PAGE, 2)

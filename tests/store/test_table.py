@@ -14,7 +14,7 @@ from tiered.store.store import Store
 
 
 def num_used(store: Store) -> int:
-    return len(list(store._records.entries.used()))
+    return len(list(store.working_set.entries.used()))
 
 
 def test_looking_at_keys_makes_no_entries(disk: SimulatedDisk) -> None:
@@ -37,7 +37,7 @@ def test_a_used_key_has_one_entry_from_then_on(disk: SimulatedDisk) -> None:
     with simulated_store(disk) as store:
         values = filled(store)
     with simulated_store(disk) as store:
-        table = store._records.entries
+        table = store.working_set.entries
         entry = table.get("ordinary")
         assert entry is not None
         assert entry is table.get("ordinary") is table["ordinary"] is table.peek("ordinary")

@@ -11,7 +11,7 @@ import torch
 from tests.store.rig import WAIT_S, await_true, read_key, stored, write_key
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, LeaseError
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.store.waiting.recorder import Wait
 from tiered.units import KiB
@@ -130,7 +130,7 @@ def test_a_tensor_that_cannot_be_made_ends_all(
 
 
 def test_leases_that_changed_nothing_when_another_was_refused_leave_nothing_to_write(
-    working_set: WorkingSet,
+    working_set: Residency,
 ) -> None:
     for key in ("a", "b"):
         write_key(working_set, key, PAGE, 1)

@@ -16,7 +16,7 @@ from tiered.errors import (
     DeadlineError,
     UsageError,
 )
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB
 
@@ -29,7 +29,7 @@ BUDGET = 16 * PAGE  # of the stores here
 # The budget
 
 
-def test_more_tensors_than_the_budget_swap_in_and_out(working_set: WorkingSet) -> None:
+def test_more_tensors_than_the_budget_swap_in_and_out(working_set: Residency) -> None:
     for i in range(50):
         write_key(working_set, f"k{i}", 2 * PAGE, i)
     assert [read_key(working_set, f"k{i}") for i in range(50)] == list(range(50))
@@ -39,7 +39,7 @@ def test_more_tensors_than_the_budget_swap_in_and_out(working_set: WorkingSet) -
     assert statistics.swaps.demand_bytes >= 80 * PAGE
 
 
-def test_clean_tensors_are_dropped_without_being_written_again(working_set: WorkingSet) -> None:
+def test_clean_tensors_are_dropped_without_being_written_again(working_set: Residency) -> None:
     for i in range(12):
         write_key(working_set, f"k{i}", 2 * PAGE, i)
     stored(working_set, *(f"k{i}" for i in range(12)))
@@ -50,7 +50,7 @@ def test_clean_tensors_are_dropped_without_being_written_again(working_set: Work
     assert working_set.statistics().swaps.swap_out_bytes == before
 
 
-def test_the_least_recently_used_goes_first(working_set: WorkingSet) -> None:
+def test_the_least_recently_used_goes_first(working_set: Residency) -> None:
     for key in "abcd":
         write_key(working_set, key, 4 * PAGE, 1)
     stored(working_set, *"abcd")
@@ -61,7 +61,7 @@ def test_the_least_recently_used_goes_first(working_set: WorkingSet) -> None:
     assert [key for key in "abcd" if working_set.is_resident(key)] == ["a", "c", "d"]
 
 
-def test_what_was_swapped_out_by_hint_goes_first(working_set: WorkingSet) -> None:
+def test_what_was_swapped_out_by_hint_goes_first(working_set: Residency) -> None:
     for key in "abcd":
         write_key(working_set, key, 4 * PAGE, 1)
     working_set.swap_out("abcd")
@@ -83,7 +83,7 @@ class _Stubborn:
         return False
 
 
-def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: WorkingSet) -> None:
+def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: Residency) -> None:
     for key in "abcdx":
         write_key(working_set, key, 4 * PAGE, 1)
     stored(working_set, *"abcdx")
@@ -94,7 +94,7 @@ def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: Work
     assert [key for key in "abcd" if working_set.is_resident(key)] == ["a", "b", "c"]
 
 
-def test_a_discarded_lease_ends_its_key_and_nothing_of_it_is_written(working_set: WorkingSet) -> None:
+def test_a_discarded_lease_ends_its_key_and_nothing_of_it_is_written(working_set: Residency) -> None:
     written = working_set.statistics().swaps.swap_out_bytes
     working_set.create("a", 4 * PAGE, scratch=True)  # more than an eighth of the budget: it would be written ahead
     assert working_set.discard(working_set.lease("a", "w"))
@@ -103,7 +103,7 @@ def test_a_discarded_lease_ends_its_key_and_nothing_of_it_is_written(working_set
     assert working_set.statistics().swaps.swap_out_bytes == written
 
 
-def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_later(working_set: WorkingSet) -> None:
+def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_later(working_set: Residency) -> None:
     working_set.create("a", PAGE)
     lease = working_set.lease("a", "w")
     tensor = lease.tensor
@@ -112,7 +112,7 @@ def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_la
     working_set.delete(["a"])
 
 
-def test_prefetch_leaves_room_for_what_is_leased_before_its_use(working_set: WorkingSet) -> None:
+def test_prefetch_leaves_room_for_what_is_leased_before_its_use(working_set: Residency) -> None:
     for key in "ab":
         write_key(working_set, key, 6 * PAGE, 1)
     stored(working_set, *"ab")
@@ -122,7 +122,7 @@ def test_prefetch_leaves_room_for_what_is_leased_before_its_use(working_set: Wor
     assert working_set.prefetch("ab", {"a": 4 * PAGE, "b": 4 * PAGE}) == 12 * PAGE
 
 
-def test_prefetch_stops_at_the_first_that_does_not_fit(working_set: WorkingSet) -> None:
+def test_prefetch_stops_at_the_first_that_does_not_fit(working_set: Residency) -> None:
     for key in "abc":
         write_key(working_set, key, 6 * PAGE, 1)
     write_key(working_set, "small", 2 * PAGE, 1)
@@ -137,7 +137,7 @@ def test_prefetch_stops_at_the_first_that_does_not_fit(working_set: WorkingSet) 
     lease.release()
 
 
-def test_held_keys_are_neither_evicted_nor_written_before_a_commit(store: Store, working_set: WorkingSet) -> None:
+def test_held_keys_are_neither_evicted_nor_written_before_a_commit(store: Store, working_set: Residency) -> None:
     working_set.create("held", 4 * PAGE)
     working_set.hold(["held"])
     working_set.lease("held", "w").release()
@@ -157,7 +157,7 @@ def test_held_keys_are_neither_evicted_nor_written_before_a_commit(store: Store,
     assert not working_set.is_resident("held")
 
 
-def test_a_full_budget_is_a_capacity_error_that_names_who_has_it(working_set: WorkingSet) -> None:
+def test_a_full_budget_is_a_capacity_error_that_names_who_has_it(working_set: Residency) -> None:
     leases = []
     for i in range(4):
         working_set.create(f"k{i}", 4 * PAGE)
@@ -171,13 +171,13 @@ def test_a_full_budget_is_a_capacity_error_that_names_who_has_it(working_set: Wo
         lease.release()
 
 
-def test_a_tensor_larger_than_the_budget_cannot_be_leased(working_set: WorkingSet) -> None:
+def test_a_tensor_larger_than_the_budget_cannot_be_leased(working_set: Residency) -> None:
     working_set.create("huge", BUDGET + 1)
     with pytest.raises(CapacityError, match=r"no room .* even when nothing else is in it; give dram= of 69,632 bytes"):
         working_set.lease("huge", "w")
 
 
-def test_reclaimers_are_asked_when_nothing_else_helps_and_without_locks(working_set: WorkingSet) -> None:
+def test_reclaimers_are_asked_when_nothing_else_helps_and_without_locks(working_set: Residency) -> None:
     leases = []
     for i in range(4):
         working_set.create(f"k{i}", 4 * PAGE)
@@ -200,7 +200,7 @@ def test_reclaimers_are_asked_when_nothing_else_helps_and_without_locks(working_
         lease.release()
 
 
-def test_who_needs_memory_waits_for_another_threads_lease(working_set: WorkingSet) -> None:
+def test_who_needs_memory_waits_for_another_threads_lease(working_set: Residency) -> None:
     write_key(working_set, "a", 12 * PAGE, 1)
     has_it, may_go = threading.Event(), threading.Event()
 
@@ -216,7 +216,7 @@ def test_who_needs_memory_waits_for_another_threads_lease(working_set: WorkingSe
     got: list[object] = []
     waiter = threading.Thread(target=lambda: got.append(working_set.reserve(8 * PAGE)))
     waiter.start()
-    while not working_set.room.num_waiting:
+    while not working_set.num_waiting:
         assert waiter.is_alive()
     assert working_set.prefetch([]) == 0
     may_go.set()
@@ -226,7 +226,7 @@ def test_who_needs_memory_waits_for_another_threads_lease(working_set: WorkingSe
     working_set.unreserve(got[0])  # type: ignore[arg-type]
 
 
-def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_set: WorkingSet) -> None:
+def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_set: Residency) -> None:
     write_key(working_set, "a", 12 * PAGE, 1)
     working_set.hold(["a"])
     kept: list[torch.Tensor] = []
@@ -243,14 +243,14 @@ def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_s
     got: list[object] = []
     waiter = threading.Thread(target=lambda: got.append(working_set.reserve(8 * PAGE)))
     waiter.start()
-    while not working_set.room.num_waiting:
+    while not working_set.num_waiting:
         assert waiter.is_alive()
     kept.clear()  # a finalizer cannot wake the waiter: it looks
     waiter.join(WAIT_S)
     working_set.unreserve(got[0])  # type: ignore[arg-type]
 
 
-def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set: WorkingSet) -> None:
+def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set: Residency) -> None:
     working_set.create("kept", 12 * PAGE)
     lease = working_set.lease("kept", "w")
     view = lease.tensor[:1]
@@ -264,7 +264,7 @@ def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set:
             failures.append(error)
 
     worker = threading.Thread(target=ask)
-    with working_set.room.waiting_for(worker):  # the view is this thread's, which does nothing but wait
+    with working_set.waiting_for(worker):  # the view is this thread's, which does nothing but wait
         worker.start()
         worker.join(WAIT_S)
     assert not worker.is_alive()
@@ -294,7 +294,7 @@ def test_waiting_for_another_threads_lease_has_an_end_that_says_who_has_the_memo
         assert "48.0 KiB ('kept') leased" in str(failures[0])
 
 
-def test_nobody_waits_for_what_another_thread_reserved_for_good(working_set: WorkingSet) -> None:
+def test_nobody_waits_for_what_another_thread_reserved_for_good(working_set: Residency) -> None:
     buffers: list[object] = []
     thread = threading.Thread(target=lambda: buffers.append(working_set.reserve(12 * PAGE, is_lasting=True)))
     thread.start()
@@ -304,7 +304,7 @@ def test_nobody_waits_for_what_another_thread_reserved_for_good(working_set: Wor
     working_set.unreserve(buffers[0])  # type: ignore[arg-type]
 
 
-def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(working_set: WorkingSet) -> None:
+def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(working_set: Residency) -> None:
     working_set.create("kept", 12 * PAGE)
     lease = working_set.lease("kept", "w")
     cycle: list[object] = [lease.tensor[:1]]
@@ -318,7 +318,7 @@ def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(wor
         gc.enable()
 
 
-def test_reserved_bytes_count_and_come_back(working_set: WorkingSet) -> None:
+def test_reserved_bytes_count_and_come_back(working_set: Residency) -> None:
     buffer = working_set.reserve(5 * PAGE - 1)
     assert buffer.nbytes == 5 * PAGE
     assert working_set.statistics().arena_bytes == 5 * PAGE
@@ -331,7 +331,7 @@ def test_reserved_bytes_count_and_come_back(working_set: WorkingSet) -> None:
 # What there is room for
 
 
-def test_a_shortage_is_what_finds_no_room_beside_what_is_leased_and_held(working_set: WorkingSet) -> None:
+def test_a_shortage_is_what_finds_no_room_beside_what_is_leased_and_held(working_set: Residency) -> None:
     """Whatever else is resident, dirty or clean, would make way, and so would the keys that are asked for."""
     for key in ("a", "b", "c", "d"):
         write_key(working_set, key, 4 * PAGE, 1)
@@ -352,7 +352,7 @@ def test_a_shortage_is_what_finds_no_room_beside_what_is_leased_and_held(working
 # Scratch
 
 
-def test_scratch_keys_are_in_no_commit_and_not_in_the_mapping(store: Store, working_set: WorkingSet) -> None:
+def test_scratch_keys_are_in_no_commit_and_not_in_the_mapping(store: Store, working_set: Residency) -> None:
     write_key(working_set, "gradient", 4 * PAGE, 3, scratch=True)
     stored(working_set, "gradient")
     assert "gradient" not in store
@@ -364,7 +364,7 @@ def test_scratch_keys_are_in_no_commit_and_not_in_the_mapping(store: Store, work
     assert store.statistics().used_bytes == 0
 
 
-def test_a_scratch_key_is_rewritten_in_place(working_set: WorkingSet, store: Store) -> None:
+def test_a_scratch_key_is_rewritten_in_place(working_set: Residency, store: Store) -> None:
     for value in range(5):
         write_key(working_set, "a", 4 * PAGE, value, scratch=True)
         lease = working_set.lease("a", "rw")

@@ -8,7 +8,7 @@ import torch
 
 import tiered
 from tiered.ranks.comm import NullComm
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, ShardState, UnitBuffer
 
 SPANS = [("a", torch.float32), ("b", torch.bfloat16)]
@@ -20,7 +20,7 @@ PIECES = [
 
 
 @pytest.fixture
-def working_set(tmp_path: Path) -> Iterator[WorkingSet]:
+def working_set(tmp_path: Path) -> Iterator[Residency]:
     """Two keys of 4 KiB, filled with their own bytes."""
     with tiered.Store(tmp_path, dram="8MiB", durable=False) as store:
         for number, (key, _) in enumerate(SPANS):
@@ -31,11 +31,11 @@ def working_set(tmp_path: Path) -> Iterator[WorkingSet]:
         yield store.working_set
 
 
-def buffer_of(working_set: WorkingSet) -> UnitBuffer:
+def buffer_of(working_set: Residency) -> UnitBuffer:
     return UnitBuffer(SPANS, PIECES, tier=HostTier(working_set), comm=NullComm())
 
 
-def test_the_buffer_is_the_leases_own_tensors(working_set: WorkingSet) -> None:
+def test_the_buffer_is_the_leases_own_tensors(working_set: Residency) -> None:
     buffer = buffer_of(working_set)
     assert (buffer.shard, buffer.state) == (ShardState.STORED, BufferState.NONE)
     buffer.gather("r")
@@ -47,7 +47,7 @@ def test_the_buffer_is_the_leases_own_tensors(working_set: WorkingSet) -> None:
     working_set.lease("a", "rw").release()  # nobody reads it any more
 
 
-def test_parameters_are_shown_as_views_in_their_own_strides(working_set: WorkingSet) -> None:
+def test_parameters_are_shown_as_views_in_their_own_strides(working_set: Residency) -> None:
     buffer = buffer_of(working_set)
     parameters = [torch.empty(3, 2), torch.empty(4, dtype=torch.bfloat16), torch.empty(2, 3)]
     buffer.gather("rw")
@@ -67,7 +67,7 @@ def test_parameters_are_shown_as_views_in_their_own_strides(working_set: Working
     buffer.release()
 
 
-def test_a_span_that_cannot_be_leased_gives_the_others_back(working_set: WorkingSet) -> None:
+def test_a_span_that_cannot_be_leased_gives_the_others_back(working_set: Residency) -> None:
     writer = working_set.lease("b", "rw")
     buffer = buffer_of(working_set)
     with pytest.raises(tiered.LeaseError):

@@ -1,6 +1,7 @@
 """What a run reads back of its directory is sound, refused in one line, or harmless: no traceback, hang or much memory.
 
-The catalog's own format is altered byte by byte in tests/store/test_row.py; here are the commands, over every file of a run, and what
+The catalog's own format is altered byte by byte in tests/store/test_row.py; here are the commands, over every file of a
+run, and what
 lies inside a sound commit that another program may have written.
 """
 

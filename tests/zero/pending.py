@@ -23,12 +23,12 @@ def new_disk() -> SimulatedDisk:
 
 
 def is_pending(store: tiered.Store) -> bool:
-    return store.working_set.deferred_seal.is_closed
+    return store.working_set.must_await_seal
 
 
 def sealed(store: tiered.Store) -> int:
     """Return the number of the last sealed generation."""
-    return store.working_set.records.generation
+    return store.working_set.generation
 
 
 def contents(disk: SimulatedDisk) -> Contents:

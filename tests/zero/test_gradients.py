@@ -286,7 +286,7 @@ def test_no_room_for_gradients_leaves_no_key_behind(tmp_path: Path) -> None:
         session = start(CASE, Recipe(), store)
         run = Run(session.model, session.optimizer, session.squeeze)
         gradients = run.first.segment.unit.gradients
-        num_entries, lease = len(store.working_set.records.entries), store.working_set.lease
+        num_entries, lease = len(store.working_set.entries), store.working_set.lease
 
         def refuse(*_: object) -> None:
             raise CapacityError
@@ -295,6 +295,6 @@ def test_no_room_for_gradients_leaves_no_key_behind(tmp_path: Path) -> None:
         with pytest.raises(CapacityError):
             gradients.open()
         gradients.working_set.lease = lease  # type: ignore[method-assign]
-        assert len(store.working_set.records.entries) == num_entries
+        assert len(store.working_set.entries) == num_entries
         run.backward(0)
         run.step()

@@ -150,7 +150,7 @@ def test_spans_that_do_not_lie_in_a_file_as_they_are_needed_are_copied(
     with tiered.Store(tmp_path / "cast", dram="16MiB", external=paths, durable=False) as store:
         net, _ = sharded(store, paths, param_dtype=torch.bfloat16)
         assert "which is float32 there and torch.bfloat16 here" in caplog.text
-        assert not any(entry.row is not None and entry.row.ranges for entry in store._records.entries.used())
+        assert not any(entry.row is not None and entry.row.ranges for entry in store.working_set.entries.used())
 
 
 def test_a_flipped_bit_of_the_base_is_found_in_the_forward_that_reads_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tiered
 from tests.zero.training import debug_store
 from tiered.errors import CapacityError, StepAbandonedError, StoreLostError, UsageError
-from tiered.store.residency.lease import Lease
+from tiered.store.residency.residency import Lease
 from tiered.units import MiB
 
 WIDTH = 200

@@ -25,7 +25,7 @@ import tiered
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import simulated_store
 from tiered.errors import UsageError
-from tiered.store.residency.write_back import WriteBack
+from tiered.store.residency.swap_in_out import SwapInOut
 from tiered.store.store import Store
 from tiered.units import KiB
 from tiered.zero.gradients.stand_in import StandIn
@@ -184,14 +184,14 @@ def test_bits_are_those_in_memory(act: Act, dtype: torch.dtype) -> None:
 def counted_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count by key how often its bytes were written to the device."""
     writes: Counter[str] = Counter()
-    depart = WriteBack._depart
+    depart = SwapInOut._swap_out
 
-    def counting_depart(self: WriteBack, entry: Any, extents: Any) -> Any:
+    def counting_depart(self: SwapInOut, entry: Any, extents: Any) -> Any:
         writes[entry.name] += 1
         return depart(self, entry, extents)
 
     with monkeypatch.context() as patch:
-        patch.setattr(WriteBack, "_depart", counting_depart)
+        patch.setattr(SwapInOut, "_swap_out", counting_depart)
         yield writes
 
 

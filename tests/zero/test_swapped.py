@@ -17,7 +17,7 @@ from tests.reference import Recipe
 from tests.zero.saved_tensors import swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, start
 from tiered.bytes.device.base import IOClass
-from tiered.store.residency.swap_in import SwapIn
+from tiered.store.residency.swap_in_out import SwapInOut
 
 
 class Watched(nn.Module):
@@ -74,14 +74,14 @@ def test_swap_stays_in_the_budget_and_goes_to_nvme_beyond_it(tmp_path: Path) -> 
 def test_from_the_second_step_on_activations_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trace knows the order of the backward: most are on their way before they are asked for, none twice."""
     reads: Counter[tuple[str, IOClass]] = Counter()
-    begin = SwapIn._begin
+    begin = SwapInOut._swap_in
 
-    def counting_begin(self: SwapIn, entry: Any, residence: Any, io_class: IOClass) -> Any:
+    def counting_begin(self: SwapInOut, entry: Any, residence: Any, io_class: IOClass = IOClass.DEMAND) -> Any:
         if "activation" in entry.name:
             reads[entry.name, io_class] += 1
         return begin(self, entry, residence, io_class)
 
-    monkeypatch.setattr(SwapIn, "_begin", counting_begin)
+    monkeypatch.setattr(SwapInOut, "_swap_in", counting_begin)
     case = Case(lambda: Vectors(num_blocks=8), wide_vectors)
     with debug_store(tmp_path, 1 << 20, durable=False) as store:
         session = start(case, Recipe(), store, activations="swap", hold=0)

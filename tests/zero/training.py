@@ -20,7 +20,7 @@ from tests.models import CASES, Case
 from tests.reference import Recipe, Trained, keep_moments, train
 from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
-from tiered.store.residency.swap_in import SwapIn
+from tiered.store.residency.swap_in_out import SwapInOut
 from tiered.zero import layout
 from tiered.zero.layout import divide_into_units
 
@@ -237,12 +237,12 @@ def assert_same(trained: Trained, expected: Trained) -> None:
 def counted_swaps(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """Count by key how often its bytes were read into DRAM, on demand or ahead of need."""
     swaps: Counter[str] = Counter()
-    begin_read = SwapIn._begin
+    begin_read = SwapInOut._swap_in
 
-    def counting_begin_read(self: SwapIn, entry: Any, *args: Any) -> Any:
+    def counting_begin_read(self: SwapInOut, entry: Any, *args: Any) -> Any:
         swaps[entry.name] += 1
         return begin_read(self, entry, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SwapIn, "_begin", counting_begin_read)
+        patch.setattr(SwapInOut, "_swap_in", counting_begin_read)
         yield swaps

@@ -18,13 +18,12 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
 from tiered.store.generations.generations import Generations
 from tiered.store.lifetime.opening import Parts, empty_root
-from tiered.store.records.producers import Producers
-from tiered.store.records.records import Records
-from tiered.store.residency.residents import Residents
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.memory_wait import Callbacks
+from tiered.store.residency.residency import Residency
 from tiered.store.space.space import Space
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
+from tiered.store.waiting.deferred_seal import Producers
 from tiered.store.waiting.mark import CallMark
 from tiered.store.waiting.refusals import Refusals
 
@@ -40,28 +39,12 @@ class Resources:
     They refer neither to the store nor to objects of its user (models, registered objects, policies).
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        space: Space,
-        residents: Residents,
-        records: Records,
-        refusals: Refusals,
-        *,
-        condition: Condition,
-        deadline_s: float,
-    ) -> None:
-        """``deadline_s`` bounds how long a store that is garbage waits for its commit."""
+    def __init__(self, parts: Parts, space: Space, working_set: Residency) -> None:
         self.name = ", ".join(device.name for device in parts.devices)
         self._pid = os.getpid()
         self._parts = parts
         self._space = space
-        self._residents = residents
-        self._records = records
-        self._condition = condition
-        self._nested_calls = refusals.nested_calls  # not ``refusals``, which may keep a failed commit
-        self._mark = refusals.mark
-        self._deadline_s = deadline_s
+        self._working_set = working_set
         self._end: weakref.finalize[..., object] | None = None
 
     def watch(self, store: object) -> None:
@@ -77,14 +60,15 @@ class Resources:
             self._end.detach()
 
     def _close_arena(self) -> None:
-        with self._condition:  # which keeps finalizers, that a collection may run here, from the arena's own lock
+        # Order: under the lock, which keeps finalizers, that a collection may run here, from the arena's own lock.
+        with self._working_set.condition:
             try:
-                self._residents.close()
+                self._working_set.close()
             except Exception:
-                if not self._mark.reason:
+                if not self._working_set.mark.reason:
                     raise  # else what was cut short is half done, and some memory stays with the process
             self._parts.arena.close()
-        self._residents.reap()
+        self._working_set.reap()
 
     def _give_back_unclosed(self) -> None:
         if self._pid != os.getpid():
@@ -102,14 +86,14 @@ class Resources:
 
     def _has_committed(self) -> bool:
         """Wait until a sealed generation is durable; return whether that, or its failure, came within the deadline."""
-        sealed = self._records.sealed
+        sealed = self._working_set.sealed
         if sealed is None or sealed.thread is None:
             return True
-        sealed.thread.join(self._deadline_s)
+        sealed.thread.join(self._working_set.deadline_s)
         return not sealed.thread.is_alive()
 
     def _give_back_uncommitted(self) -> None:
-        self._records.report_dropped()
+        self._working_set.report_dropped()
         try:
             self.give_back()
         except TieredError as error:
@@ -119,7 +103,8 @@ class Resources:
         """Whether the calling thread may wait for others, which a finalizer that interrupted them must not."""
         # Up to Python 3.12 threads start and end under this lock, and a collection may run under it.
         threads_lock: threading.Lock | None = getattr(threading, "_shutdown_locks_lock", None)
-        return not self._nested_calls.is_inside() and not (threads_lock is not None and threads_lock.locked())
+        is_starting = threads_lock is not None and threads_lock.locked()
+        return not is_starting and not self._working_set.refusals.nested_calls.is_inside()
 
 
 def warn_of_nested_close(name: str) -> None:
@@ -141,7 +126,8 @@ class Assembly:
 
     condition: Condition
     refusals: Refusals
-    working_set: WorkingSet
+    callbacks: Callbacks
+    working_set: Residency
     streams: StreamedValues
     values: Values
     producers: Producers
@@ -187,27 +173,23 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         external=parts.external.device,
         external_indices=parts.external.indices,
     )
-    records = Records(
-        space,
-        durable=durable,
-        generation=root.generation,
-        next_key_id=root.next_key_id,
-        read_page=None if parts.catalog is None else parts.catalog.page,
-    )
-    records.load(rows)
-    residents = Residents(parts.arena, condition)
-    working_set = WorkingSet(
-        residents,
-        records,
+    callbacks = Callbacks()
+    working_set = Residency(
+        parts.arena,
         space,
         condition,
+        root,
+        read_page=None if parts.catalog is None else parts.catalog.page,
+        durable=durable,
         deadline_s=deadline_s,
         refusals=refusals,
+        callbacks=callbacks,
     )
+    working_set.load(rows)
     streams, producers = StreamedValues(working_set), Producers()
     generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
     generations.watch_commits(parts.ledgers.note_commit, parts.check_locks)
-    resources = Resources(parts, space, residents, records, refusals, condition=condition, deadline_s=deadline_s)
+    resources = Resources(parts, space, working_set)
     # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
     # opened: its catalog or files are damaged, or an external file is missing.
     if parts.catalog is not None and is_before and not is_read_only:
@@ -216,6 +198,7 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
     return Assembly(
         condition=condition,
         refusals=refusals,
+        callbacks=callbacks,
         working_set=working_set,
         streams=streams,
         values=Values(working_set, streams),

@@ -15,13 +15,12 @@ from tiered.bytes.interrupt import outside
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.producers import Producers
-from tiered.store.records.records import Records
-from tiered.store.residency.lease import Lease, LeaseBlock, Mode
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.lease_view import LeaseBlock, Mode
+from tiered.store.residency.residency import Lease, Residency
 from tiered.store.values.batches import get_many, put_many
 from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
+from tiered.store.waiting.deferred_seal import Producers
 from tiered.store.waiting.refusals import Refusals
 from tiered.units import parse_bytes
 
@@ -51,11 +50,10 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     """The mapping that a store is. All methods are thread-safe."""
 
     external: ExternalSources  # the user's own files that tensors may lie in
-    working_set: WorkingSet
+    working_set: Residency
     _refusals: Refusals
     _condition: Condition
     _producers: Producers
-    _records: Records
     _values: Values
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -149,18 +147,18 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:
         self._refusals.check()
         with self._condition:
-            return isinstance(key, str) and key in self._records
+            return isinstance(key, str) and self.working_set.is_shown(key)
 
     def __len__(self) -> int:
         self._refusals.check()
         with self._condition:
-            return len(self._records)
+            return self.working_set.num_keys
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over a snapshot of the names."""
         self._refusals.check()
         with self._condition:
-            return iter(self._records.names())
+            return iter(self.working_set.names())
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""

@@ -1,6 +1,6 @@
 """Store: the public face. A mapping of tensors with leases, commit, rollback, and everything that rides along.
 
-It has the order of events; working_set.py, values.py, streaming.py and commit.py carry them out.
+It has the order of events; residency.py, values.py, streaming.py and commit.py carry them out.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from tiered.store.generations.generations import DroppedKey, Generations, drop_d
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
-from tiered.store.records.entry import Record
-from tiered.store.records.producers import Producer
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.entry import Record
+from tiered.store.residency.residency import Residency
 from tiered.store.values.streaming import VerifyReport
+from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.refusals import Service
 from tiered.units import parse_bytes
 
 __all__ = ["Store", "store_statistics"]
 
 
-def store_statistics(working_set: WorkingSet, generations: Generations, earlier_bytes: int | None) -> StoreStatistics:
+def store_statistics(working_set: Residency, generations: Generations, earlier_bytes: int | None) -> StoreStatistics:
     """Return the counters of a store, its working set and its devices.
 
     ``earlier_bytes`` were written before it was opened; None where that is not known.
     """
-    space, records = working_set.space, working_set.records
+    space = working_set.space
     devices = [device.statistics() for device in space.devices]
     reading = devices if space.external is None else [*devices, space.external.statistics()]
     write_bytes = sum(device.write_bytes for device in devices)
     catalog_bytes = generations.catalog_write_bytes
     with working_set.condition:
-        num_keys, used, free = len(records), space.used_nbytes, space.free_nbytes
+        num_keys, used, free = working_set.num_keys, space.used_nbytes, space.free_nbytes
     return StoreStatistics(
         generation=generations.root.generation,
         num_keys=num_keys,
@@ -147,7 +147,8 @@ class Store(TensorMapping):
         self._parts, self._resources = parts, made.resources
         self.external = parts.external
         self._refusals, self._condition = made.refusals, made.condition
-        self._records, self._streams, self._values = made.working_set.records, made.streams, made.values
+        self._streams, self._values = made.streams, made.values
+        self._callbacks = made.callbacks  # lifetime: the working set refers to them weakly
         self._producers, self._generations = made.producers, made.generations
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
@@ -288,7 +289,7 @@ class Store(TensorMapping):
         """Return a record of each key, in the order of creation. Touches no bytes."""
         self._refusals.check()
         with self._condition:
-            return self._records.records()
+            return self.working_set.records()
 
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
@@ -296,7 +297,7 @@ class Store(TensorMapping):
         return store_statistics(self.working_set, self._generations, self._parts.ledgers.earlier_bytes)
 
     def __repr__(self) -> str:
-        state = f"open, {len(self._records)} keys, generation {self.generation}"
+        state = f"open, {self.working_set.num_keys} keys, generation {self.generation}"
         state = "closed" if self._refusals.service in (Service.CLOSED, Service.LATE) else state
         return f"<Store {', '.join(device.name for device in self._parts.devices)}: {state}, {self._parts.arena!r}>"
 

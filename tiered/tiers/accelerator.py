@@ -15,7 +15,7 @@ import torch
 from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import UsageError
 from tiered.stats import ComputeDeviceStatistics
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import GradientBuffer
 from tiered.tiers.copies import Copies
 from tiered.tiers.device_clock import COPY_TO_UPDATE, UPDATE
@@ -126,7 +126,7 @@ class AcceleratorTier:
 
     computes_in_dram = False
 
-    def __init__(self, working_set: WorkingSet, device: torch.device, budget_bytes: int) -> None:
+    def __init__(self, working_set: Residency, device: torch.device, budget_bytes: int) -> None:
         """``device``: with its index; ``budget_bytes``: most that buffers take of its memory."""
         self.device = device
         self.copies = Copies(working_set, device, deadline_s=working_set.deadline_s)

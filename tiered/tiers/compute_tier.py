@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tiered.store.residency.working_set import Lease
+from tiered.store.residency.residency import Lease
 
 __all__ = ["Collectives", "ComputeTier", "Gathered", "GradientBuffer", "UpdatePlace", "bytes_of"]
 
@@ -104,7 +104,7 @@ class ComputeTier(Protocol):
     def gather(self, keys: Sequence[str], mode: str) -> Gathered:
         """Bring the bytes of ``keys`` to where computing happens, leased for ``mode``; blocks on a swap in.
 
-        Raises the errors of ``WorkingSet.lease``, and CapacityError.
+        Raises the errors of ``Residency.lease``, and CapacityError.
         """
 
     def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
@@ -120,7 +120,7 @@ class ComputeTier(Protocol):
         """Lease the bytes of ``key`` in DRAM, once no copy of them is in flight that forbids it; blocks."""
 
     def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
-        """Lease the bytes of ``keys`` in DRAM for an update (see ``WorkingSet``), once no copy uses them; blocks."""
+        """Lease the bytes of ``keys`` in DRAM for an update (see ``Residency``), once no copy uses them; blocks."""
 
     def settle(self, key: str) -> None:
         """Wait until no copy uses the bytes of ``key`` in DRAM."""

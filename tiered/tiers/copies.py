@@ -15,8 +15,7 @@ import torch
 
 from tiered.bytes.host_tensor import copy_across
 from tiered.errors import DeadlineError
-from tiered.store.records.entry import EntryState
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.store.waiting.recorder import Wait
 from tiered.tiers.compute_tier import bytes_of
 from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, DeviceClock
@@ -54,8 +53,8 @@ class Copies:
     needed now comes after no copy ahead of need: those are on streams of their own.
     """
 
-    def __init__(self, working_set: WorkingSet, device: torch.device, *, deadline_s: float) -> None:
-        working_set.residents.arena.lock_pages(device)
+    def __init__(self, working_set: Residency, device: torch.device, *, deadline_s: float) -> None:
+        working_set.arena.lock_pages(device)
         self.device = device
         self.in_bytes = 0  # copied in so far
         self.out_bytes = 0
@@ -229,12 +228,7 @@ class Copies:
 
     def is_in_dram(self, key: str) -> bool:
         """Return whether ``key`` can be leased for reading without a wait."""
-        with self._working_set.condition:
-            entry = self._working_set.records.entries.get(key)
-            residence = None if entry is None else entry.residence
-            if entry is None or residence is None or residence.open_writers:
-                return False
-            return entry.state is not EntryState.ARRIVING
+        return self._working_set.is_readable(key)
 
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the bytes of ``key`` once no copy uses them, or for reading none writes them; blocks."""

@@ -48,7 +48,7 @@ class Content(NamedTuple):
     """The bytes of a key in one of its versions."""
 
     key: str
-    version: int  # see ``WorkingSet.version``
+    version: int  # see ``Residency.version``
 
 
 class DeviceBuffer:

@@ -15,7 +15,7 @@ import torch
 
 from tiered.bytes.free_memory import free_memory
 from tiered.bytes.interrupt import uninterrupted_block
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import Collectives, ComputeTier, Gathered, GradientBuffer, bytes_of
 
 __all__ = ["BufferState", "HostPlace", "HostTier", "ParameterPlace", "ShardState", "UnitBuffer"]
@@ -76,7 +76,7 @@ class HostGradients:
 
     __slots__ = ("_working_set", "lease")
 
-    def __init__(self, working_set: WorkingSet, lease: Lease) -> None:
+    def __init__(self, working_set: Residency, lease: Lease) -> None:
         self.lease = lease
         self._working_set = working_set
 
@@ -113,7 +113,7 @@ class HostTier:
     computes_in_dram = True
     keeps_gradients = True
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self, working_set: Residency) -> None:
         self.device = torch.device("cpu")
         self._working_set = working_set
 
@@ -142,14 +142,14 @@ class HostTier:
     def free_nbytes(self) -> int:
         """Return the bytes that this process may take, less those of the budget that it has not touched yet."""
         working_set = self._working_set
-        return free_memory() - (working_set.budget_bytes - working_set.residents.arena.leased_nbytes)
+        return free_memory() - (working_set.budget_bytes - working_set.arena.leased_nbytes)
 
     def refuse_capture(self, what: str) -> None:
         """There is no stream."""
 
     def left_bytes(self) -> int:
         """Return what the shares of the budget have left."""
-        return self._working_set.residents.share.left_bytes
+        return self._working_set.left_bytes
 
     def was_changed(self, key: str) -> bool:
         """Return False: ``put`` ends when all is there."""
@@ -218,7 +218,7 @@ class HostPlace:
 
     computes_in_dram = True
 
-    def __init__(self, tier: ComputeTier, working_set: WorkingSet) -> None:
+    def __init__(self, tier: ComputeTier, working_set: Residency) -> None:
         self.device = torch.device("cpu")
         self._tier = tier
         self._working_set = working_set

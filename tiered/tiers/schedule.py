@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.tiers.trace import Trace
 
 __all__ = ["NextUsePolicy", "Rooms", "Schedule", "SharedSchedule", "choose_held"]
@@ -241,7 +241,7 @@ class SharedSchedule:
 
     def __init__(
         self,
-        working_set: WorkingSet,
+        working_set: Residency,
         order: Iterable[str],
         nbytes: MutableMapping[str, int],
         *,

@@ -15,7 +15,7 @@ from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import holds_checkpoint, write_checkpoint
 from tiered.interop.saving import cast
 from tiered.store.generations.registry import taking_apart
-from tiered.store.residency.lease import Lease
+from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
 from tiered.tools.console.question import confirm
 from tiered.units import MiB, format_bytes, parse_bytes

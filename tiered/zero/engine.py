@@ -16,8 +16,8 @@ from torch import nn
 
 from tiered.bytes.exit_and_fork import after_fork, before_fork
 from tiered.errors import UsageError
-from tiered.store.residency.lease import is_in_transform
 from tiered.store.store import Store
+from tiered.store.waiting.calling_thread import is_in_transform
 from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.activations.activations import Activations
 from tiered.zero.formats.codec import Bucket

@@ -26,7 +26,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import StepAbandonedError, UsageError
 from tiered.store.generations.registry import taking_apart
-from tiered.store.residency.lease import Lease
+from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
 from tiered.store.values import values
 from tiered.tiers.accelerator import AcceleratorTier

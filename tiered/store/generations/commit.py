@@ -23,15 +23,16 @@ from tiered.store.catalog.catalog import Catalog, Confirmation, GenerationName
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.entry import Entry, EntryState
-from tiered.store.records.producers import Producer
-from tiered.store.records.records import Sealed, learned
-from tiered.store.residency.working_set import WorkingSet
-from tiered.store.residency.write_back import Shortage
+from tiered.store.residency.entry import Entry, EntryState
+from tiered.store.residency.key_table import Sealed
+from tiered.store.residency.paged_rows import hand_out_pages, look_up_pages
+from tiered.store.residency.residency import Residency
+from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.deadline import Deadline
+from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.recorder import Wait
 from tiered.units import MiB, format_bytes
 
@@ -43,18 +44,18 @@ _EVERY_S = 10.0  # a line in the log
 _log = logging.getLogger("tiered")
 
 
-def are_known(working_set: WorkingSet, known: Mapping[Entry, Row]) -> bool:
+def are_known(working_set: Residency, known: Mapping[Entry, Row]) -> bool:
     """Whether ``known`` has all changed rows in external files, also those copied since, as now; under the lock."""
     changed = _changed(working_set)
     return all(known.get(entry) is row for entry, row in changed.items())
 
 
-def _changed(working_set: WorkingSet) -> dict[Entry, Row]:
-    rows = ((entry, entry.row) for entry in working_set.records.changed)
-    return working_set.records.copied | {entry: row for entry, row in rows if row is not None and row.ranges}
+def _changed(working_set: Residency) -> dict[Entry, Row]:
+    rows = ((entry, entry.row) for entry in working_set.changed)
+    return working_set.copied | {entry: row for entry, row in rows if row is not None and row.ranges}
 
 
-def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Entry, Row]:
+def find_digests(working_set: Residency, external: ExternalSources) -> dict[Entry, Row]:
     """Read what changed since the last commit and lacks digests; blocks. CorruptionError, DeviceError, CapacityError.
 
     Returns the changed rows in external files, with the digests of the files as they were opened, and those of keys
@@ -79,10 +80,10 @@ def find_digests(working_set: WorkingSet, external: ExternalSources) -> dict[Ent
             _read(working_set, entry, row, progress)
 
 
-def _refuse_lost(working_set: WorkingSet, lost: Mapping[int, str]) -> None:
+def _refuse_lost(working_set: Residency, lost: Mapping[int, str]) -> None:
     """Raise UsageError for a record in one of the ``lost`` files."""
     with working_set.condition:
-        entries = working_set.records.entries
+        entries = working_set.entries
         for entry in map(entries.peek, entries) if lost else ():
             row = None if entry is None else entry.row
             what = (
@@ -96,7 +97,7 @@ def _refuse_lost(working_set: WorkingSet, lost: Mapping[int, str]) -> None:
                 )
 
 
-def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) -> None:
+def _read(working_set: Residency, entry: Entry, row: Row, progress: _Progress) -> None:
     digests: list[bytes] = []
 
     def read(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
@@ -108,7 +109,7 @@ def _read(working_set: WorkingSet, entry: Entry, row: Row, progress: _Progress) 
 
     Window(working_set).run(slab_jobs(row, read))
     with working_set.condition:
-        learned(entry, row, b"".join(digests))
+        working_set.learn_digests(entry, row, b"".join(digests))
 
 
 class _Progress:
@@ -142,7 +143,7 @@ class Committer:
 
     def __init__(
         self,
-        working_set: WorkingSet,
+        working_set: Residency,
         catalog: Catalog,
         root: Root,
         confirmation: Confirmation,
@@ -154,7 +155,6 @@ class Committer:
         self.on_commit: Callable[[int], None] = lambda catalog_write_bytes: None  # after each, without the lock
         self.check_locks: Callable[[], None] = lambda: None  # raises DeviceError where another may write by now
         self._working_set = working_set
-        self._records = working_set.records
         self._condition = working_set.condition
         self._catalog = catalog
         self._confirmation = confirmation
@@ -178,13 +178,13 @@ class Committer:
             # Order: before anything is sealed, and without the lock.
             known = find_digests(self._working_set, self._external)
             with self._condition:
-                self._working_set.residents.drain()
+                self._working_set.drain()
                 if is_last:
-                    self._working_set.room.forget_failure()
+                    self._working_set.forget_failure()
                 else:
-                    self._working_set.keys.refuse_late()
-                self._working_set.room.raise_failure()
-                if self._records.sealed is not None:  # another thread's; it came first
+                    self._working_set.refuse_late()
+                self._working_set.raise_failure()
+                if self._working_set.sealed is not None:  # another thread's; it came first
                     continue
                 begun = self._working_set.recorder.begin(on_device=False)
                 self._refuse_writers("commit", lingering=True)
@@ -194,11 +194,11 @@ class Committer:
                 if not missing:
                     handed: list[Sealed] = []
                     has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
-                    handed.append(self._records.seal(state))
+                    handed.append(self._working_set.seal(state))
                     handed[0].thread = self._thread
-                    self._working_set.keys.is_ending |= is_last
+                    self._working_set.is_ending |= is_last
                     break
-            self._working_set.room.grow(Shortage(missing, scratch=False))
+            self._working_set.grow(Shortage(missing, scratch=False))
         self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun)
         if not has_thread:
             self._finish(handed[0])
@@ -224,12 +224,12 @@ class Committer:
         """
         keys = producer.pending_keys()  # order: without the lock
         with self._condition:
-            self._working_set.residents.drain()
-            self._working_set.room.raise_failure()
+            self._working_set.drain()
+            self._working_set.raise_failure()
             self._refuse_writers("commit", lingering=True, but=keys)
-            generation = self._records.open_generation
-            self._working_set.deferred_seal.announce(producer, generation)
-        return generation if self._working_set.deferred_seal.hand_over(seal) else 0
+            generation = self._working_set.open_generation
+            self._working_set.announce_seal(producer, generation)
+        return generation if self._working_set.hand_over_seal(seal) else 0
 
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError, and what the catalog refuses with."""
@@ -239,7 +239,7 @@ class Committer:
         with self._condition:
             is_waiting = self._is_running()
             while self._is_running():
-                deadline.wait(self._condition, self._records.commit_progress())
+                deadline.wait(self._condition, self._working_set.commit_progress())
             thread, refused = self._thread, self._refused
         if is_waiting:
             self._working_set.recorder.waited(Wait.COMMIT, "", begun)
@@ -254,13 +254,13 @@ class Committer:
         """Have the catalog take the generation that it has refused, if any."""
         with self._condition:
             refused, self._refused = self._refused, None
-            sealed = self._records.sealed
+            sealed = self._working_set.sealed
         if refused is not None and sealed is not None:
             self._apply(sealed, refused[0])
 
     def _is_running(self) -> bool:
         is_ended = self._working_set.refusals.has_failed or self._refused is not None or self._working_set.mark.reason
-        return self._records.sealed is not None and not is_ended
+        return self._working_set.sealed is not None and not is_ended
 
     def roll_back(self) -> None:
         """Return to the last sealed generation, without I/O. Raises LeaseError while a key is leased for writing."""
@@ -268,20 +268,20 @@ class Committer:
         deadline = Deadline("rollback", self._working_set.deadline_s)
         with self._condition:
             while True:
-                self._working_set.residents.drain()
-                self._working_set.room.refuse()
+                self._working_set.drain()
+                self._working_set.refuse()
                 self._refuse_writers("rollback", lingering=False)
-                busy = next((entry for entry in self._records.unsealed() if not entry.is_settled), None)
+                busy = next((entry for entry in self._working_set.unsealed() if not entry.is_settled), None)
                 if busy is None:
                     break
-                self._working_set.keys.wait_for(busy, deadline)
-            self._working_set.room.write_back.error = None  # of bytes that are given up now
-            for entry in self._records.roll_back():
-                self._working_set.residents.drop(entry)
-            self._working_set.keys.count_held()
+                self._working_set.wait_for_entry(busy, deadline)
+            self._working_set.write_error = None  # of bytes that are given up now
+            for entry in self._working_set.roll_back():
+                self._working_set.drop(entry)
+            self._working_set.count_held()
 
     def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
-        held = [(entry.name, entry.residence) for entry in self._records.unsealed() if entry.residence is not None]
+        held = [(entry.name, entry.residence) for entry in self._working_set.unsealed() if entry.residence is not None]
         writers = [name for name, residence in held if (residence.writers if lingering else residence.open_writers)]
         leased = [name for name in writers if name not in but]
         if leased:
@@ -294,13 +294,13 @@ class Committer:
     def _take_targets(self) -> int:
         """Give every changed entry that has not landed the extents for it; return how many bytes are missing."""
         missing = 0
-        records = self._records
-        for entry in list(records.changed):
+        working_set = self._working_set
+        for entry in list(working_set.changed):
             if entry.row is not None:
                 continue
             if entry.is_inline:
-                self._working_set.room.write_back.land_inline(entry)
-            elif entry.state is EntryState.DIRTY and records.take_target(entry) is None:
+                self._working_set.land_inline(entry)
+            elif entry.state is EntryState.DIRTY and working_set.take_target(entry) is None:
                 missing += self._working_set.space.round_up(entry.nbytes)
         return missing
 
@@ -325,7 +325,7 @@ class Committer:
             root = replace(
                 self.root,
                 generation=sealed.generation,
-                next_key_id=self._records.next_key_id,
+                next_key_id=self._working_set.next_key_id,
                 state=sealed.state,
                 nonce=self._confirmation.begin(sealed.generation),
                 external=self._external.files,
@@ -360,7 +360,7 @@ class Committer:
             self._fail(sealed, error, is_durable=is_durable)
             return
         with self._condition:
-            self._records.committed()  # Order: only now may the superseded extents be reused
+            self._working_set.committed()  # Order: only now may the superseded extents be reused
             self.root = root
             self.num_commits += 1
             self._condition.notify_all()
@@ -369,34 +369,34 @@ class Committer:
     def _hand_out_pages(self, sealed: Sealed) -> None:
         """Have whoever reads rows with pages keep those that the catalog is about to lose. May block for reads."""
         with self._condition:
-            replaced = self._records.begin_to_apply()
+            replaced = self._working_set.begin_to_apply()
         if replaced:
-            found = self._records.paging.look_up(replaced)
+            found = look_up_pages(replaced)
             with self._condition:
-                sealed.freed = self._records.paging.looked_up(replaced, found)
+                sealed.freed = hand_out_pages(replaced, found)
 
     def _write(self, sealed: Sealed) -> None:
         """Write the sealed entries that have not landed; wait until they have."""
-        write_back = self._working_set.room.write_back
+        working_set = self._working_set
         deadline = Deadline(f"commit of generation {sealed.generation}", self._working_set.deadline_s)
         while True:
             with self._condition:
                 self._working_set.mark.refuse()
-                if write_back.sealed_error is not None:
-                    raise write_back.sealed_error
+                if working_set.sealed_error is not None:
+                    raise working_set.sealed_error
                 if not sealed.num_pending:
                     sealed.phase += 1
                     return
                 batch: list[Entry] = []
-                nbytes = write_back.writing_bytes
+                nbytes = working_set.writing_bytes
                 while sealed.to_write and nbytes < _MAX_WRITING_BYTES:
-                    if write_back.num_writing + len(batch) >= _MAX_NUM_WRITING:
+                    if working_set.num_writing + len(batch) >= _MAX_NUM_WRITING:
                         break
                     batch.append(sealed.to_write.popleft())
                     nbytes += batch[-1].nbytes
-                transfers, _ = write_back.plan([entry for entry in batch if entry.is_pending], max(1, nbytes))
+                transfers, _ = working_set.plan_writes([entry for entry in batch if entry.is_pending], max(1, nbytes))
                 if not transfers and not batch:
-                    deadline.wait(self._condition, self._records.commit_progress())
+                    deadline.wait(self._condition, self._working_set.commit_progress())
             start_all(transfers)
 
     def _fail(self, sealed: Sealed, error: BaseException, *, is_durable: bool) -> None:

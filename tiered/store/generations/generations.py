@@ -25,10 +25,10 @@ from tiered.store.format.row import part_of
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
 from tiered.store.lifetime.external import ExternalSources
-from tiered.store.records.producers import Producers
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.waiting.calling_thread import this_thread
+from tiered.store.waiting.deferred_seal import Producers
 from tiered.units import format_bytes
 
 __all__ = ["DroppedKey", "Generations", "drop_damaged"]
@@ -45,7 +45,7 @@ class Generations:
 
     def __init__(
         self,
-        working_set: WorkingSet,
+        working_set: Residency,
         catalog: Catalog | None,
         root: Root,
         producers: Producers,
@@ -56,7 +56,6 @@ class Generations:
         self.returning: list[Callable[[], AbstractContextManager[None]]] = []  # around the load of a committed state
         self._producers = producers
         self._working_set = working_set
-        self._records = working_set.records
         self._refusals = working_set.refusals
         self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation, external)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
@@ -97,7 +96,7 @@ class Generations:
         committer = self._ready("commit")
         self._ask("commit")
         with self._turn:
-            self._working_set.deferred_seal.settle()
+            self._working_set.await_seal()
             user_text = self._user_text if state is None else encode_user_state(state)
             text = self.registry.encode(user_text)
             committer.measure(text)  # order: before anything is sealed, or announced
@@ -120,10 +119,10 @@ class Generations:
         """Raise UsageError unless the store is as it was opened: nothing registered, guarded or changed."""
         self._ready(operation)
         self.wait()
-        if self.registry or self.guards or self._records.has_changes:
+        if self.registry or self.guards or self._working_set.has_changes:
             raise UsageError(
-                f"{operation}: something is registered, or has changed since generation {self._records.generation}; "
-                "open the store for this alone"
+                f"{operation}: something is registered, or has changed since generation"
+                f" {self._working_set.generation}; open the store for this alone"
             )
 
     @uninterrupted
@@ -136,7 +135,7 @@ class Generations:
     def wait(self) -> None:
         """Wait for the running commit, sealed or about to be, and raise if it failed."""
         with self._working_set.mark:
-            self._working_set.deferred_seal.settle()
+            self._working_set.await_seal()
             if self._committer is not None:
                 self._committer.wait()
         self._refusals.refuse()
@@ -166,7 +165,7 @@ class Generations:
                 return {}
             user, registered = committed_state(committer.root.state)
             self.registry.check(registered, committer.root.generation)
-            if self._records.has_changes:
+            if self._working_set.has_changes:
                 self._return(committer, user)
             self._load(registered)
             return user
@@ -196,7 +195,7 @@ class Generations:
         failure: Exception | None = None
         try:
             with self._working_set.condition:
-                self._working_set.room.forget_failure()  # order: before the guards, which use the store
+                self._working_set.forget_failure()  # order: before the guards, which use the store
                 self._working_set.condition.notify_all()  # who waits looks whether a mark stays
             failure = self._end_all()
             if self._committer is not None:
@@ -213,7 +212,7 @@ class Generations:
         except Exception as error:  # of any kind: the store closes
             failure = failure or error
         with self._working_set.condition:  # order: not after an interrupt; a close that comes again has it all to do
-            self._working_set.keys.is_ending = True  # order: a change that comes later is told that it is too late
+            self._working_set.is_ending = True  # order: a change that comes later is told that it is too late
         self.report_dropped()
         try:
             if failure is None and self._committer is not None:
@@ -221,7 +220,7 @@ class Generations:
         except DeadlineError as error:
             failure = error
         if isinstance(failure, torch.AcceleratorError):  # every call of this process fails from here on
-            generation = self._records.generation
+            generation = self._working_set.generation
             reason = str(failure).partition("\n")[0]
             _log.error("closed at generation %d, since the compute device has failed for good: %s", generation, reason)
             failure = None
@@ -231,22 +230,22 @@ class Generations:
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""
         with self._working_set.condition:
-            self._working_set.keys.is_ending |= not self._records.has_changes
-            return self._working_set.keys.is_ending
+            self._working_set.is_ending |= not self._working_set.has_changes
+            return self._working_set.is_ending
 
     def report_dropped(self) -> bool:
         """Log the changes that are in no commit; return whether there are any."""
         refusal = self._working_set.mark.refusal()
         if refusal is not None:  # nobody can count them
-            _log.warning("the changes since generation %d are dropped: %s", self._records.generation, refusal)
-        return refusal is None and self._records.report_dropped()
+            _log.warning("the changes since generation %d are dropped: %s", self._working_set.generation, refusal)
+        return refusal is None and self._working_set.report_dropped()
 
     def _ready(self, operation: str) -> Committer:
         self._working_set.check(writing=operation != "resume")
         self._producers.refuse_nested_calls()  # order: before anything is given up, or waited for
         if self._committer is None:
             raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
-        self._working_set.deferred_seal.settle()
+        self._working_set.await_seal()
         return self._committer
 
     def _ask(self, word: str) -> None:
@@ -261,7 +260,7 @@ class Generations:
         failure: Exception | None = self._working_set.mark.refusal()
         ends: list[Callable[[], None]] = []
         if failure is None:
-            ends.append(self._working_set.deferred_seal.settle)
+            ends.append(self._working_set.await_seal)
         if failure is None and self._committer is not None:
             ends.append(self._committer.wait)  # order: guards compare with the committed generation
         for end in ends + [functools.partial(guard, "close") for guard in self.guards]:
@@ -277,7 +276,7 @@ class Generations:
         try:
             self.wait()
         except TieredError as error:
-            _log.error("the process ends before generation %d is durable: %s", self._records.generation, error)
+            _log.error("the process ends before generation %d is durable: %s", self._working_set.generation, error)
         self.report_dropped()
 
 
@@ -300,7 +299,7 @@ class DroppedKey:
 
 @uninterrupted
 def drop_damaged(
-    working_set: WorkingSet, streams: StreamedValues, generations: Generations, keys: Iterable[str]
+    working_set: Residency, streams: StreamedValues, generations: Generations, keys: Iterable[str]
 ) -> tuple[DroppedKey, ...]:
     """Drop ``keys`` in a commit of their own, and return their descriptions; see ``Store.drop_damaged``."""
     if isinstance(keys, str):
@@ -308,7 +307,7 @@ def drop_damaged(
     names = list(dict.fromkeys(keys))
     working_set.check(writing=True)
     generations.refuse_company("drop_damaged")
-    unknown = [name for name in names if name not in working_set.records]
+    unknown = [name for name in names if not working_set.is_shown(name)]
     if unknown:
         raise UsageError(f"drop_damaged: the store has no key {_listed(unknown)}; nothing was dropped")
     errors = streams.verify(names).errors
@@ -326,9 +325,9 @@ def drop_damaged(
     return dropped
 
 
-def _dropped(working_set: WorkingSet, name: str, errors: Iterable[CorruptionError]) -> DroppedKey:
+def _dropped(working_set: Residency, name: str, errors: Iterable[CorruptionError]) -> DroppedKey:
     with working_set.condition:
-        entry = working_set.records.peek(name)
+        entry = working_set.peek(name)
         assert entry is not None and entry.committed is not None, name
         row = entry.committed
     extents = part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents

@@ -1,1 +1,1 @@
-"""The tensors in DRAM under the budget, their leases, and their swaps in and out."""
+"""The keys and which of their tensors are in DRAM, their leases, and their swaps in and out: one object, one lock."""

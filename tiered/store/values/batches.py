@@ -23,14 +23,14 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
-from tiered.store.records.entry import EntryState
-from tiered.store.residency.lease import refuse_modes
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.entry import EntryState
+from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import submit_all
 from tiered.store.values.streaming import give_back, install, new_row, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import LARGE_NBYTES, Values
 from tiered.store.values.window import Job, OnDone, Window
+from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
@@ -41,12 +41,12 @@ _SMALL_NBYTES = 64 * KiB  # a larger record is worth operations of its own
 _BATCH_NBYTES = MiB
 
 
-def _batch_nbytes(working_set: WorkingSet) -> int:
+def _batch_nbytes(working_set: Residency) -> int:
     """Return the bytes of a batch's buffer; small against the budget."""
     return working_set.space.round_up(min(_BATCH_NBYTES, working_set.budget_bytes // 32))
 
 
-def _is_small(working_set: WorkingSet, nbytes: int) -> bool:
+def _is_small(working_set: Residency, nbytes: int) -> bool:
     """Whether records of ``nbytes`` are moved in batches: too large for a row, too small for a buffer of their own."""
     return INLINE_NBYTES < nbytes <= min(_SMALL_NBYTES, _batch_nbytes(working_set))
 
@@ -118,7 +118,7 @@ def get_many(values: Values, keys: Iterable[str]) -> dict[str, torch.Tensor]:
         refuse_modes("get_many", name)
     with working_set.condition:
         for name in names:
-            if name not in working_set.records:
+            if not working_set.is_shown(name):
                 raise KeyError(name)
     with working_set.mark:
         others = _SmallGets(working_set, found).run(names)
@@ -133,7 +133,7 @@ def get_many(values: Values, keys: Iterable[str]) -> dict[str, torch.Tensor]:
 class _SmallGets:
     """Reads the small tensors of one get_many in batches; nothing becomes resident."""
 
-    def __init__(self, working_set: WorkingSet, found: dict[str, Any]) -> None:
+    def __init__(self, working_set: Residency, found: dict[str, Any]) -> None:
         """Copies go into ``found``."""
         self._working_set = working_set
         self._found = found
@@ -179,10 +179,10 @@ class _SmallGets:
         others: list[str] = []
         working_set = self._working_set
         with working_set.condition:
-            working_set.residents.drain()
-            working_set.room.raise_failure()
+            working_set.drain()
+            working_set.raise_failure()
             for name in names:
-                entry = working_set.records.peek(name)
+                entry = working_set.peek(name)
                 if entry is None:
                     raise KeyError(name)
                 row = entry.row
@@ -255,7 +255,7 @@ class _Puts:
     def __init__(self, values: Values, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._values = values
         self._working_set = values.working_set
-        self._scratch = not values.working_set.records.durable
+        self._scratch = not values.working_set.durable
         self._pairs = iter(pairs)
         self._error: BaseException | None = None  # the caller's: raised when all values before it are put
         self._key = ""
@@ -296,7 +296,7 @@ class _Puts:
     def _has_room(self) -> bool:
         """Whether so little else is dirty that the value in hand would not be written soon."""
         working_set = self._working_set
-        dirty_bytes = working_set.residents.dirty_bytes + working_set.room.write_back.writing_bytes
+        dirty_bytes = working_set.dirty_bytes + working_set.writing_bytes
         return dirty_bytes + self._spec.nbytes <= working_set.budget_bytes // 8
 
     def _jobs(self, window: Window) -> Iterator[Job]:
@@ -320,9 +320,9 @@ class _Puts:
     def _write_large(self) -> None:
         """Start to write the value that was put last, unless the key was written since the last commit."""
         with self._working_set.condition:
-            entry = self._working_set.records.entries.get(self._key)
+            entry = self._working_set.entries.get(self._key)
         if entry is not None and entry.landing is None and not entry.held:
-            self._working_set.room.write([entry], entry.nbytes)
+            self._working_set.write([entry], entry.nbytes)
 
     def _write(self, buffer: Buffer, on_done: OnDone) -> Iterator[_Batch]:
         """Write the next small values to extents, and under key ids, of their own; then install them.

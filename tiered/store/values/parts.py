@@ -25,15 +25,15 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import INLINE_NBYTES, Extent, ExternalRange, Page, Row, Spec, cut, join, part_of, pieces
-from tiered.store.records.entry import Entry, EntryState
-from tiered.store.records.pages import PageChange
-from tiered.store.residency.lease import ReadPastError, refuse_modes
-from tiered.store.residency.working_set import WorkingSet
-from tiered.store.residency.write_back import Shortage
+from tiered.store.residency.entry import Entry, EntryState
+from tiered.store.residency.paged_rows import PageChange
+from tiered.store.residency.residency import ReadPastError, Residency
+from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.tensors import flat_of, new_tensor, plain_value
 from tiered.store.values.window import OnDone, Window
+from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up, round_up
 
@@ -120,10 +120,9 @@ class PartWrite:
     looked at is looked at again under the lock that installs the blocks; on a difference everything begins anew.
     """
 
-    def __init__(self, working_set: WorkingSet, writing: set[str], key: str, start: int, value: torch.Tensor) -> None:
+    def __init__(self, working_set: Residency, writing: set[str], key: str, start: int, value: torch.Tensor) -> None:
         """``value`` is contiguous; ``writing`` are the keys that parts are being written of."""
         self._working_set = working_set
-        self._records = working_set.records
         self._space = working_set.space
         self._condition = working_set.condition
         self._writing = writing
@@ -140,7 +139,7 @@ class PartWrite:
         Raises KeyError, ValueError for another dtype or for elements that the tensor does not have, LeaseError,
         CapacityError, CorruptionError, DeviceError, DeadlineError.
         """
-        room = self._working_set.room
+        working_set = self._working_set
         content = b""
         if self._value.nbytes <= INLINE_NBYTES:
             host = self._value.cpu()
@@ -148,20 +147,20 @@ class PartWrite:
         while True:
             nbytes = self._await_turn(content)
             if not nbytes:
-                return room.pump()
-            buffer = room.reserve(nbytes)
+                return working_set.write_ahead()
+            buffer = working_set.reserve(nbytes)
             try:
                 target = self._begin(nbytes)
             except BaseException:
-                room.unreserve(buffer)
+                working_set.unreserve(buffer)
                 raise
             if isinstance(target, _Target):
                 if self._write(target, buffer):
-                    return room.pump()
+                    return working_set.write_ahead()
                 continue
-            room.unreserve(buffer)
+            working_set.unreserve(buffer)
             if target is not None:
-                room.grow(target)
+                working_set.grow(target)
 
     # Below: the turn
 
@@ -174,13 +173,13 @@ class PartWrite:
         self._deadline.renew()
         while True:
             INTERRUPTS.look()
-            working_set.deferred_seal.settle()
+            working_set.await_seal()
             with self._condition:
                 entry = self._find()
-                if self._key in self._writing or not self._records.may_write(entry):
+                if self._key in self._writing or not self._working_set.may_write(entry):
                     self._wait()
                     continue
-                if working_set.deferred_seal.is_closed:
+                if working_set.must_await_seal:
                     continue
                 if not self._flat.numel():
                     return 0
@@ -200,12 +199,12 @@ class PartWrite:
             if entry.is_inline or entry.row is not None:
                 return
             self._refuse_writers(entry)
-            transfers, shortage = self._working_set.room.write_back.plan([entry], entry.nbytes)
+            transfers, shortage = self._working_set.plan_writes([entry], entry.nbytes)
             if not transfers and shortage is None:
                 self._wait()
         start_all(transfers)
         if shortage is not None:
-            self._working_set.room.grow(shortage)
+            self._working_set.grow(shortage)
 
     def _swap_in(self) -> None:
         """Bring the tensor into DRAM, where its bytes can be had under the lock."""
@@ -214,8 +213,8 @@ class PartWrite:
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""
-        entry = self._working_set.keys.settled(self._key, "write of a part")
-        if entry is None or self._records.find(self._key) is not entry:
+        entry = self._working_set.idle_entry(self._key, "write of a part")
+        if entry is None or self._working_set.shown(self._key) is not entry:
             raise KeyError(self._key)
         _check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
         if self._value.dtype != entry.spec.dtype:
@@ -224,10 +223,10 @@ class PartWrite:
 
     def _may_write(self, entry: Entry) -> bool:
         """Whether a write now would be in the open generation, and leave those before as they are."""
-        return self._records.may_write(entry) and not self._working_set.deferred_seal.is_closed
+        return self._working_set.may_write(entry) and not self._working_set.must_await_seal
 
     def _wait(self) -> None:
-        progress = (self._records.commit_progress(), self._space.progress.num_blocks)
+        progress = (self._working_set.commit_progress(), self._space.progress.num_blocks)
         self._deadline.wait(self._condition, progress)
 
     def _refuse_writers(self, entry: Entry) -> None:
@@ -252,7 +251,7 @@ class PartWrite:
         """Put ``content`` into the row of a small tensor; False where its bytes are in an external file alone."""
         self._refuse_writers(entry)
         if entry.row is None:
-            self._working_set.room.write_back.land_inline(entry)
+            self._working_set.land_inline(entry)
         assert entry.row is not None
         before = entry.row.inline
         if before is None and entry.residence is not None:
@@ -260,10 +259,10 @@ class PartWrite:
         if before is None:
             return False
         start = self._start * self._value.dtype.itemsize
-        self._working_set.residents.drop(entry)
-        self._records.touch(entry)
+        self._working_set.drop(entry)
+        self._working_set.touch(entry)
         after = b"".join((before[:start], content, before[start + len(content) :]))
-        entry.row = self._records.inline_row(entry, after)
+        entry.row = self._working_set.inline_row(entry, after)
         entry.state = EntryState.STORED
         return True
 
@@ -283,10 +282,10 @@ class PartWrite:
             if self._buffer_nbytes(entry.row) > nbytes:
                 return None
             if entry.state is EntryState.CLEAN:
-                self._working_set.residents.drop(entry)
+                self._working_set.drop(entry)
                 entry.state = EntryState.STORED
             found = entry.row
-            row = found if found.ranges else self._records.paging.begin(entry)
+            row = found if found.ranges else self._working_set.row_in_pages(entry)
             start, first, blocks = self._span(row)
             own = min(blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
             needed = self._space.round_up(own)
@@ -294,8 +293,8 @@ class PartWrite:
             if extents is None:
                 return Shortage(needed, entry.scratch)
             new = replace(
-                row, nbytes=own, generation=self._records.open_generation, extents=extents, digests=b"", written=b"",
-                ranges=(), base_block=first, is_paged=False, pages=None,
+                row, nbytes=own, generation=self._working_set.open_generation, extents=extents, digests=b"",
+                written=b"", ranges=(), base_block=first, is_paged=False, pages=None,
             )  # fmt: skip
             target = _Target(entry, row, found, new, start)
             for each in self._streams(target):
@@ -374,15 +373,15 @@ class PartWrite:
         """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
         working_set, row = self._working_set, target.row
         with self._condition:
-            entry = working_set.keys.settled(self._key, "write of a part")
+            entry = working_set.idle_entry(self._key, "write of a part")
             if entry is not target.entry or entry.row is not target.found or not self._may_write(entry):
                 return False
-            working_set.residents.drop(entry)
+            working_set.drop(entry)
             if row.ranges:
-                self._records.streamed(entry, replace(target.new, digests=bytes(self._digests)))
+                self._working_set.streamed(entry, replace(target.new, digests=bytes(self._digests)))
             else:
                 entry.state = EntryState.STORED
-                self._records.parts_written(entry, row, changes)
+                self._working_set.parts_written(entry, row, changes)
             working_set.streamed_out_bytes += target.new.nbytes
             return True
 
@@ -398,28 +397,24 @@ def _check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
 
 
 def read_resident(
-    working_set: WorkingSet, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
+    working_set: Residency, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
 ) -> _T:
     """Return ``copy(spec, buffer)`` of the bytes of ``key``, under a brief lease for reading; blocks.
 
     Bytes that are on the device alone are swapped in where ``swaps_in(entry)``. Else raises ReadPastError.
     """
-    deadline = Deadline(f"lease of {key!r} for 'r'", working_set.deadline_s)
-    alias, spec, _ = working_set.grants.obtain(key, "r", deadline, swaps_in=swaps_in)
+    alias, spec, _ = working_set.obtain(key, "r", swaps_in=swaps_in)
     try:
         return copy(spec, alias.residence.buffer)
     finally:
-        with working_set.condition:
-            working_set.residents.report_end(alias)  # no tensor was made over its bytes
-            working_set.residents.drain()
+        working_set.end_brief(alias)
 
 
 class PartValues:
     """Reads and writes of parts, through a window of buffers. One write of a key at a time."""
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self, working_set: Residency) -> None:
         self._working_set = working_set
-        self._records = working_set.records
         self._space = working_set.space
         self._condition = working_set.condition
         self._writing: set[str] = set()  # keys
@@ -440,9 +435,9 @@ class PartValues:
     def _read(self, key: str, start: int, stop: int) -> torch.Tensor:
         working_set = self._working_set
         with self._condition:
-            working_set.residents.drain()
-            working_set.room.raise_failure()
-            entry = self._records.find(key)
+            working_set.drain()
+            working_set.raise_failure()
+            entry = self._working_set.shown(key)
             if entry is None:
                 raise KeyError(key)
             spec = entry.spec

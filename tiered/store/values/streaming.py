@@ -20,8 +20,8 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
 from tiered.store.format.row import Extent, Row, Spec, part_of
-from tiered.store.residency.working_set import WorkingSet
-from tiered.store.residency.write_back import Shortage
+from tiered.store.residency.residency import Residency
+from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Space
 from tiered.store.space.stripes import block_order
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
@@ -51,9 +51,8 @@ class VerifyReport:
 class StreamedValues:
     """Reads and writes records block by block, with at most an eighth of the budget in flight (but one buffer)."""
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self, working_set: Residency) -> None:
         self._working_set = working_set
-        self._records = working_set.records
         self._space = working_set.space
         self._condition = working_set.condition
 
@@ -137,9 +136,10 @@ class StreamedValues:
         def jobs() -> Iterator[Job]:
             for name in names:
                 with self._condition:
-                    entry = self._records.peek(name)
+                    working_set = self._working_set
+                    entry = working_set.peek(name)
                     rows = [] if entry is None else [entry.row]
-                    if entry is not None and entry.committed is not entry.row and not self._records.is_replaced(entry):
+                    if entry is not None and entry.committed is not entry.row and not working_set.is_replaced(entry):
                         rows.append(entry.committed)
                     found = [row for row in rows if row is not None and row.inline is None]
                     for row in found:
@@ -154,7 +154,7 @@ class StreamedValues:
                 self._space.end_stream(row)
 
         with self._condition:
-            names = self._records.names() if only is None else only
+            names = self._working_set.names() if only is None else only
         window = Window(self._working_set)
         with self._working_set.mark:
             try:
@@ -195,24 +195,24 @@ def _order(row: Row, space: Space) -> Iterable[int]:
 
 
 def take_extents(
-    working_set: WorkingSet, keys: Iterable[str], nbytes: int, deadline: Deadline, *, scratch: bool
+    working_set: Residency, keys: Iterable[str], nbytes: int, deadline: Deadline, *, scratch: bool
 ) -> tuple[tuple[Extent, ...], int, int]:
     """Return fresh extents, the generation to write for, and the first of new ids, one for each of ``keys``; blocks.
 
     Waits until each of ``keys`` may be put. Raises LeaseError, CapacityError.
     """
-    names, records = list(keys), working_set.records
+    names = list(keys)
     while True:
-        working_set.deferred_seal.settle()
+        working_set.await_seal()
         with working_set.condition:
-            olds = (working_set.keys.settled(name, "put") for name in names)
-            if not all(old is None or records.may_write(old) for old in olds):
-                deadline.wait(working_set.condition, records.commit_progress())
+            olds = (working_set.idle_entry(name, "put") for name in names)
+            if not all(old is None or working_set.may_write(old) for old in olds):
+                deadline.wait(working_set.condition, working_set.commit_progress())
                 continue
             extents = working_set.space.take_nowait(nbytes, scratch=scratch)
             if extents is not None:
-                return extents, records.open_generation, records.new_key_ids(len(names))
-        working_set.room.grow(Shortage(working_set.space.round_up(nbytes), scratch))
+                return extents, working_set.open_generation, working_set.new_key_ids(len(names))
+        working_set.grow(Shortage(working_set.space.round_up(nbytes), scratch))
 
 
 def new_row(
@@ -233,22 +233,22 @@ def new_row(
     )
 
 
-def install(working_set: WorkingSet, rows: deque[Row], number: int, *, scratch: bool) -> None:
+def install(working_set: Residency, rows: deque[Row], number: int, *, scratch: bool) -> None:
     """Make the first ``number`` of ``rows``, whose bytes have landed, the tensors of their names; blocks.
 
     A row leaves ``rows`` with its installation. Raises LeaseError for a lease that was opened meanwhile.
     """
     last = len(rows) - number
     while len(rows) > last:
-        working_set.deferred_seal.settle()
+        working_set.await_seal()
         with working_set.condition:
             while len(rows) > last:
-                old = working_set.keys.settled(rows[0].name, "put")
-                if working_set.deferred_seal.is_closed:  # a commit without these was asked for meanwhile
+                old = working_set.idle_entry(rows[0].name, "put")
+                if working_set.must_await_seal:  # a commit without these was asked for meanwhile
                     break
                 row = rows.popleft()
-                entry = working_set.keys.replace(old, row.name, Spec.of(row), scratch=scratch, key_id=row.key_id)
-                working_set.records.streamed(entry, row)
+                entry = working_set.replace_entry(old, row.name, Spec.of(row), scratch=scratch, key_id=row.key_id)
+                working_set.streamed(entry, row)
                 working_set.streamed_out_bytes += row.nbytes
 
 

@@ -9,7 +9,8 @@ from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
-from tiered.store.residency.lease import EndedView, ReadOnlyView, is_read_only, plain_of, refuse_modes
+from tiered.store.residency.lease_view import EndedView, ReadOnlyView, is_read_only, plain_of
+from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.units import MiB, format_bytes
 
 __all__ = ["check_block", "flat_of", "new_tensor", "plain_value", "result_for"]

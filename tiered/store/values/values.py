@@ -15,14 +15,13 @@ from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec
-from tiered.store.records.entry import Entry, EntryState
-from tiered.store.records.records import adopted
-from tiered.store.residency.lease import ReadPastError, refuse_modes
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.entry import Entry, EntryState
+from tiered.store.residency.residency import ReadPastError, Residency
 from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.parts import PartValues, read_resident
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import check_block, flat_of, plain_value, result_for
+from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.units import MiB
 
 __all__ = ["LARGE_NBYTES", "Values", "adopt"]
@@ -42,10 +41,9 @@ class Values:
     and drives nothing out of DRAM. A tensor of at most 1 KiB is resident in its row.
     """
 
-    def __init__(self, working_set: WorkingSet, streams: StreamedValues) -> None:
+    def __init__(self, working_set: Residency, streams: StreamedValues) -> None:
         self.working_set = working_set
         self.parts = PartValues(working_set)
-        self._records = working_set.records
         self._condition = working_set.condition
         self._streams = streams
         self._most_resident_nbytes = working_set.budget_bytes // 4
@@ -62,13 +60,13 @@ class Values:
         with self.working_set.mark:
             while not self._put(key, plain, self.spec_of(key, plain, block_nbytes)):
                 pass
-            self.working_set.room.pump()
+            self.working_set.write_ahead()
 
     def _put(self, key: str, plain: torch.Tensor, spec: Spec) -> bool:
         """Put it; False where a commit without it was asked for meanwhile, and all is to be done again."""
-        self.working_set.deferred_seal.settle()
+        self.working_set.await_seal()
         if spec.nbytes > self._most_resident_nbytes:
-            self._streams.put(key, flat_of(plain), spec, scratch=not self._records.durable)
+            self._streams.put(key, flat_of(plain), spec, scratch=not self.working_set.durable)
             return True
         if spec.nbytes > INLINE_NBYTES:
             return self._put_resident(key, plain, spec)
@@ -83,13 +81,13 @@ class Values:
         spec = Spec.like(plain)
         if spec.nbytes > _SMALLEST_BLOCK_NBYTES:
             with self._condition:
-                old = self._records.entries.peek(key)
+                old = self.working_set.entries.peek(key)
             if old is not None and (old.spec.dtype_name, old.spec.shape) == (spec.dtype_name, spec.shape):
                 return Spec.like(plain, old.spec.block_nbytes)
         return spec
 
     def _put_resident(self, key: str, plain: torch.Tensor, spec: Spec) -> bool:
-        buffer = self.working_set.room.reserve(spec.nbytes)
+        buffer = self.working_set.reserve(spec.nbytes)
         is_installed = False
         try:
             if not plain.is_cpu or spec.nbytes < LARGE_NBYTES:
@@ -97,9 +95,9 @@ class Values:
                 is_installed = self._install(key, spec, buffer)
             else:
                 with self._condition:
-                    generation, old = self._records.open_generation, self._records.entries.get(key)
+                    generation, old = self.working_set.open_generation, self.working_set.entries.get(key)
                     is_new = old is None or not self._fits(old, spec)
-                    key_id = self._records.new_key_ids(1) if old is None or is_new else old.key_id
+                    key_id = self.working_set.new_key_ids(1) if old is None or is_new else old.key_id
                 digests = _copy_and_digest(buffer, plain, self.working_set.space.store_uuid, key_id, generation, spec)
                 new_id, known = key_id if is_new else None, (key_id, generation, digests)
                 is_installed = self._install(key, spec, buffer, new_id=new_id, known=known)
@@ -124,30 +122,30 @@ class Values:
         """
         working_set = self.working_set
         with self._condition:
-            entry = working_set.keys.settled(key, "put")
-            if working_set.deferred_seal.is_closed:
+            entry = working_set.idle_entry(key, "put")
+            if working_set.must_await_seal:
                 return False
             if entry is None or not self._fits(entry, spec):
-                entry = working_set.keys.replace(entry, key, spec, scratch=not self._records.durable, key_id=new_id)
+                entry = working_set.replace_entry(entry, key, spec, scratch=not working_set.durable, key_id=new_id)
             else:
-                working_set.residents.drop(entry)
-            self._records.touch(entry)
-            self._records.copied.pop(entry, None)  # none of its bytes stays
+                working_set.drop(entry)
+            working_set.touch(entry)
+            working_set.copied.pop(entry, None)  # none of its bytes stays
             if isinstance(content, bytes):
-                entry.row = self._records.inline_row(entry, content)
+                entry.row = working_set.inline_row(entry, content)
                 entry.state = EntryState.STORED
             else:
-                working_set.room.take_over(content)
-                working_set.residents.admit(entry, content)
-                if known is not None and known[:2] == (entry.key_id, self._records.open_generation):
+                working_set.end_reservation(content)
+                working_set.admit(entry, content)
+                if known is not None and known[:2] == (entry.key_id, working_set.open_generation):
                     entry.digests = known[1:]
                 entry.state = EntryState.DIRTY
-                working_set.residents.offer(entry)
+                working_set.offer(entry)
             return True
 
     def _fits(self, entry: Entry, spec: Spec) -> bool:
         """Whether a put of ``spec`` goes on with ``entry``."""
-        return entry.spec == spec and entry.scratch is not self._records.durable
+        return entry.spec == spec and entry.scratch is not self.working_set.durable
 
     @uninterrupted
     def get(
@@ -177,12 +175,12 @@ class Values:
     def _row_past(self, key: str) -> Row | None:
         """Return the row to read past the arena: inline, or to be streamed and then with a stream begun. KeyError."""
         with self._condition:
-            entry = self._records.find(key)
+            entry = self.working_set.shown(key)
             if entry is None:
                 raise KeyError(key)
             if INLINE_NBYTES < entry.nbytes <= self._most_resident_nbytes:
                 return None
-            self.working_set.room.raise_failure()
+            self.working_set.raise_failure()
             row = entry.row
             if row is None or row.inline is not None:
                 return row
@@ -230,7 +228,7 @@ def _copy_and_digest(
 
 
 @uninterrupted
-def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
+def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
     """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
 
     An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Raises
@@ -246,11 +244,11 @@ def adopt(working_set: WorkingSet, key: str, spec: Spec, ranges: Sequence[Extern
         )
     while True:
         with working_set.mark:
-            working_set.deferred_seal.settle()
+            working_set.await_seal()
         with working_set.mark, working_set.condition:
-            old = working_set.keys.settled(key, "adoption")
-            if working_set.deferred_seal.is_closed:  # a commit without it was asked for meanwhile
+            old = working_set.idle_entry(key, "adoption")
+            if working_set.must_await_seal:  # a commit without it was asked for meanwhile
                 continue
-            entry = working_set.keys.replace(old, key, spec, scratch=not working_set.records.durable)
-            adopted(working_set.records, entry, tuple(ranges))
+            entry = working_set.replace_entry(old, key, spec, scratch=not working_set.durable)
+            working_set.adopt_ranges(entry, tuple(ranges))
             return

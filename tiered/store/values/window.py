@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.waiting.deadline import Deadline
 
 __all__ = ["NUM_IN_FLIGHT", "Job", "Movement", "OnDone", "Window"]
@@ -61,7 +61,7 @@ class Window:
     to the arena only when nothing is in flight on it.
     """
 
-    def __init__(self, working_set: WorkingSet) -> None:
+    def __init__(self, working_set: Residency) -> None:
         self.has_failed = False  # a write has
         self._working_set = working_set
         self._flying: deque[tuple[Job, Iterator[Movement], Movement]] = deque()  # oldest first
@@ -119,15 +119,15 @@ class Window:
 
     def _next_buffer(self, nbytes: int) -> Buffer:
         """Return a buffer of at least ``nbytes``; waits for the oldest movement when the window is full."""
-        room = self._working_set.room
+        working_set = self._working_set
         while True:
             while self._idle:
                 buffer = self._idle.pop()
                 if buffer.nbytes >= nbytes:
                     return buffer
-                room.unreserve(buffer)
+                working_set.unreserve(buffer)
             if not self._flying:
-                return room.reserve(nbytes)
+                return working_set.reserve(nbytes)
             extra = self._extra_buffer(nbytes)
             if extra is not None:
                 return extra
@@ -138,14 +138,14 @@ class Window:
 
     def _extra_buffer(self, nbytes: int) -> Buffer | None:
         """Return a buffer for one more movement, if one more may be in flight."""
-        room = self._working_set.room
+        working_set = self._working_set
         most = NUM_IN_FLIGHT * len(self._working_set.space.devices)
-        if self._num_moving >= most or self._moving_nbytes + nbytes > room.budget_bytes // 8:
+        if self._num_moving >= most or self._moving_nbytes + nbytes > working_set.budget_bytes // 8:
             return None
         held = sum(buffer.nbytes for buffer in self._buffers.values())
-        if len(self._flying) >= 2 * most or held + nbytes > room.budget_bytes // 4:
+        if len(self._flying) >= 2 * most or held + nbytes > working_set.budget_bytes // 4:
             return None
-        return room.reserve_nowait(nbytes)
+        return working_set.reserve_nowait(nbytes)
 
     def _wait_for_oldest(self) -> None:
         job, _, movement = self._flying[0]
@@ -185,7 +185,7 @@ class Window:
                 self._give_back(movement)
 
     def _give_back(self, movement: Movement) -> None:
-        self._working_set.room.drop(self._buffers.pop(movement))
+        self._working_set.unreserve(self._buffers.pop(movement))
         if not self._buffers and self._on_idle is not None:
             action, self._on_idle = self._on_idle, None
             action()

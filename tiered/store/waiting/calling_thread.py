@@ -1,15 +1,18 @@
-"""The calling thread, as a store knows it: its number, and whether it is within a call of the store already."""
+"""The calling thread, as a store knows it: its number, the calls that it is within, and its modes of torch."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 
+import torch
+from torch._C._functorch import TransformType, get_interpreter_stack
+
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.errors import UsageError
 
-__all__ = ["NestedCalls", "be_thread", "this_thread"]
+__all__ = ["NestedCalls", "be_thread", "is_in_transform", "refuse_modes", "this_thread"]
 
 
 class NestedCalls:
@@ -58,3 +61,29 @@ def this_thread() -> int:
 def be_thread(number: int) -> None:
     """Count the calling thread's leases as those of the thread of that number, which waits while this one runs."""
     _thread.number = number
+
+
+_MODES = torch._C._TorchDispatchModeKey
+_REFUSED = {_MODES.FAKE: "FakeTensorMode", _MODES.FUNCTIONAL: "FunctionalTensorMode", _MODES.PROXY: "make_fx"}
+
+
+def refuse_modes(operation: str, key: str) -> None:
+    """Raise UsageError where the caller's mode makes tensors without bytes, or records the operations on them."""
+    if torch._C._len_torch_dispatch_stack():
+        for mode, name in _REFUSED.items():
+            if torch._C._get_dispatch_mode(mode) is not None:
+                raise UsageError(
+                    f"{operation} of {key!r} under {name}, in which new tensors are no memory to copy to; expected"
+                    " outside of it"
+                )
+    if is_in_transform():
+        raise UsageError(
+            f"{operation} of {key!r} inside torch.func (grad, vjp, jvp, functionalize, ...), which wraps each tensor"
+            " that is made there; expected before the transform: have the function take the tensor, or close over it"
+        )
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func wraps each tensor that is made now: all but vmap do."""
+    stack = get_interpreter_stack()
+    return bool(stack) and any(interpreter.key() != TransformType.Vmap for interpreter in stack)

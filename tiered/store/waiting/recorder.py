@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from enum import StrEnum
@@ -76,7 +77,7 @@ class Recorder:
     def __init__(self) -> None:
         self.is_recording = False
         self.clock: StreamClock | None = None
-        self.device: Callable[[], ComputeDeviceStatistics] | None = None
+        self._device: weakref.WeakMethod[Callable[[], ComputeDeviceStatistics]] | None = None
         self._lock = threading.Lock()
         self._totals: dict[tuple[str, str], _Total] = {}  # (who, word); few
         self._classes: dict[str, str] = {}  # prefix of keys -> class
@@ -95,7 +96,8 @@ class Recorder:
 
     def attach(self, clock: StreamClock, device: Callable[[], ComputeDeviceStatistics]) -> None:
         """From now on waits and work count on the streams of a compute device, too; ``device()``: its counters."""
-        self.clock, self.device = clock, device
+        self.clock = clock
+        self._device = weakref.WeakMethod(device)  # lifetime: it leads to a model, and that to the store
 
     def begin(self, *, on_device: bool = True) -> Begun:
         """A wait or a piece of work of this thread begins; ``on_device``: its stream's time counts as well."""
@@ -146,6 +148,7 @@ class Recorder:
         """Return the sums so far."""
         if self.clock is not None:
             self.clock.collect()
+        device = None if self._device is None else self._device()
         with CRITICAL_SECTION.lock, self._lock:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since_s if self._num_in_flight else 0.0)
             totals = [(who, word, total.num, total.seconds) for (who, word), total in self._totals.items()]
@@ -156,7 +159,7 @@ class Recorder:
                 work=tuple(WorkStatistics(*total) for total in totals if total[1] not in _REASONS),
                 moved=tuple(MovedStatistics(name, *nbytes) for name, nbytes in self._moved.items()),
                 device_busy_seconds=busy_s,
-                device=None if self.device is None else self.device(),
+                device=None if device is None else device(),
             )
 
     # Below: interval by interval

@@ -82,7 +82,7 @@ def measure_link(session: Session, device: torch.device, directory: str) -> None
                 lease.tensor.fill_(1)  # touched: a page that is not page-locked would be the kernel's one page of zeros
                 lease.release()
             with closing(_DevicePath(store, device, settings.copy_nbytes, *keys)) as path:
-                why_pageable = store.working_set.residents.arena.why_pageable
+                why_pageable = store.working_set.arena.why_pageable
                 rows = _measure_copies(session, device, path, _TorchPath(device, settings.copy_nbytes, num_blocks))
     found = ComputeDeviceReport(str(device), device.type, why_pageable, rows, LinkRates.of(*rows))
     session.report.compute_device = found

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
-from tiered.store.residency.lease import is_read_only
+from tiered.store.residency.lease_view import is_read_only
 from tiered.tiers.compute_tier import bytes_of
 from tiered.units import KiB, format_bytes
 from tiered.zero.parameters.module_calls import EngineParts
@@ -310,8 +310,7 @@ class SwappedActivations:
         with self._lock:
             if not self._has(key, serial):
                 return True
-            entry = self._engine.working_set.records.entries.get(key)
-            if entry is not None and not entry.is_settled:
+            if self._engine.working_set.is_in_flight(key):
                 return False
             del self._keys[key]
             self._held.pop(key, None)

@@ -16,7 +16,7 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.compute_tier import ComputeTier, GradientBuffer, UpdatePlace
 from tiered.tiers.device_tier import HostPlace
@@ -256,7 +256,7 @@ class OpenGradients:
         self.ahead_bytes = 0  # of the units that a compute device is to have room for beside gradients
         self._shielded = open_units.shielded
         self._open_units = open_units
-        self._working_set: WorkingSet = open_units.root.working_set
+        self._working_set: Residency = open_units.root.working_set
         self.rooms = Rooms(self._working_set.has)  # for the schedule: buffers that will be leased
         self._root = open_units.root
         self._tier = open_units.root.tier
@@ -396,7 +396,7 @@ class OpenGradients:
     def _shrink(self, needed_bytes: int) -> None:
         """Store idle gradients away until ``needed_bytes`` are left beside the share of the units that compute."""
         needed_bytes += max(0, self.gathered_bytes - self._open_units.nbytes)
-        share = self._working_set.residents.share
+        share = self._working_set
         if share.left_bytes >= needed_bytes:
             return
         idle = self._idle()
@@ -423,7 +423,7 @@ class OpenGradients:
         if self._tier.computes_in_dram:
             return
         needed_bytes = gradients.nbytes + self.update_bytes + self.gathered_bytes
-        if self._working_set.residents.share.left_bytes >= needed_bytes:
+        if self._working_set.left_bytes >= needed_bytes:
             self._working_set.hold([gradients.key])
             self._kept[gradients.key] = None
 

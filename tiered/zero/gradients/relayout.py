@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.store.store import Store
 from tiered.tiers.schedule import SharedSchedule, choose_held
 from tiered.zero.formats.budget import share_out_again, work_sizes
@@ -57,7 +57,7 @@ class Relayout:
         self._unit = unit
         self._layout = layout
         self._store = store
-        self._working_set: WorkingSet = store.working_set
+        self._working_set: Residency = store.working_set
         before, after = _contents(unit.layout), _contents(layout)
         self._left = [span for span in unit.layout.spans if before[span.key] != after.get(span.key)]
         self._made = [span for span in layout.spans if before.get(span.key) != after[span.key]]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import ComputeTier, GradientBuffer, UpdatePlace
 from tiered.zero.gradients.stand_in import Change
 from tiered.zero.parameters.unit import Segment
@@ -28,7 +28,7 @@ class TakenGradients:
 
     def __init__(
         self,
-        working_set: WorkingSet,
+        working_set: Residency,
         tier: ComputeTier,
         place: UpdatePlace,
         key: str,

@@ -256,7 +256,7 @@ class UpdateThread:
             try:
                 self._waiting |= {me} if may_give else set()
                 self._notify()
-                with self._working_set.room.waiting_for(thread):
+                with self._working_set.waiting_for(thread):
                     while self._wait_once(is_over, deadline, may_give=may_give):
                         pass
             finally:
@@ -280,7 +280,7 @@ class UpdateThread:
     def _progress(self) -> object:
         """Return a value that changes as long as an update, or the commit behind it, comes closer to its end."""
         with self._working_set.condition:
-            return self._num_done, self._num_buckets, self._working_set.records.commit_progress()
+            return self._num_done, self._num_buckets, self._working_set.commit_progress()
 
     def _answer(self, *, has_given: bool) -> None:
         with self._condition:

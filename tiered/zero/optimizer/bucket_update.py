@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import Lease, WorkingSet
+from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.tiers.device_tier import HostPlace
@@ -41,7 +41,7 @@ class UpdatePipeline:
     Holds tile scratch from the working set, counted in its budget, until ``close``.
     """
 
-    def __init__(self, working_set: WorkingSet, tier: ComputeTier, tile_numel: int) -> None:
+    def __init__(self, working_set: Residency, tier: ComputeTier, tile_numel: int) -> None:
         """``tier``: of the sharded model, or that of the host."""
         self.tile_numel = tile_numel
         self.scratch_nbytes = TileScratch.nbytes(tile_numel)

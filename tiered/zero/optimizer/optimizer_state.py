@@ -16,7 +16,7 @@ import torch
 from tiered.bytes.file_memory import FileMemory
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
-from tiered.store.residency.lease import Mode
+from tiered.store.residency.lease_view import Mode
 from tiered.store.store import Store
 from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.layout import Layouts, Tile

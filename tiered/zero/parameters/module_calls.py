@@ -22,7 +22,7 @@ from torch import nn
 
 from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
@@ -54,7 +54,7 @@ class EngineParts(Protocol):
     """One sharded model's engine, as the rooms below it see it: its parts, and the moves that need several of them."""
 
     store: Store
-    working_set: WorkingSet
+    working_set: Residency
     units: list[Unit]  # the root unit first
     tier: ComputeTier
     phase: Phase

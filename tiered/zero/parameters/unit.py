@@ -17,7 +17,7 @@ import xxhash
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
-from tiered.store.residency.working_set import WorkingSet
+from tiered.store.residency.residency import Residency
 from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
@@ -178,7 +178,7 @@ class Unit:
     gradients: Any  # UnitGradients, too
     layout: UnitLayout
 
-    def __init__(self, name: str, segments: Sequence[Segment], working_set: WorkingSet, tier: ComputeTier) -> None:
+    def __init__(self, name: str, segments: Sequence[Segment], working_set: Residency, tier: ComputeTier) -> None:
         self.name = name
         self.segments = list(segments)
         self.working_set = working_set

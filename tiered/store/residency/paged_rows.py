@@ -2,8 +2,8 @@
 
 A version is what one row says. Pages that no commit has written are in memory, all others are read from the catalog
 when they are needed: a record of 64 GiB in blocks of 4 KiB costs no memory while nobody uses it.
-Paging is bookkeeping under the store's lock, but for ``look_up``. The rule of records.py holds block by block: a block
-that is written goes to fresh extents, and those it had stay as they are until the commit that has it.
+All is bookkeeping under the store's lock, but for ``look_up_pages``. The rule of key_table.py holds block by block: a
+block that is written goes to fresh extents, and those it had stay as they are until the commit that has it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,22 @@ from typing import NamedTuple
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import Extent, Page, Row, cut, join, pages_of
-from tiered.store.records.entry import BlockWrites, Entry, EntryState
+from tiered.store.residency.entry import BlockWrites, Entry, EntryState
 from tiered.store.space.space import Readers, Space
+from tiered.store.waiting.deferred_seal import DeferredSeal
 from tiered.units import divide_up
 
-__all__ = ["PageChange", "Pages", "Paging", "ReadPage", "Replaced", "num_pages", "paged", "places_of"]
+__all__ = [
+    "PageChange",
+    "PagedRows",
+    "Pages",
+    "ReadPage",
+    "Replaced",
+    "hand_out_pages",
+    "look_up_pages",
+    "num_pages",
+    "places_of",
+]
 
 
 ReadPage = Callable[[Row, int], Page]
@@ -102,13 +113,6 @@ class Pages:
         return f"<Pages version {self.version}, {len(self._own)} in memory, {len(self.changed)} to be written>"
 
 
-def paged(row: Row, read: ReadPage | None, readers: Readers) -> Row:
-    """Return ``row``, which has all its extents and digests, with these in pages."""
-    pages = Pages(read, readers)
-    pages.change(dict(enumerate(pages_of(row))))
-    return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
-
-
 def places_of(page: Page, block_nbytes: int, runs: Iterable[range]) -> Iterator[tuple[Extent, ...]]:
     """Yield where each of ``runs``, ascending ranges of blocks of ``page``, lies; the last one with what is behind."""
     blocks = len(page.digests) // DIGEST_NBYTES
@@ -142,37 +146,37 @@ class Replaced(NamedTuple):
     is_whole: bool  # none of its blocks stays
 
 
-class Paging:
+class PagedRows(DeferredSeal):
     """The pages of a store's records, and where their blocks go."""
 
-    def __init__(self, space: Space, read_page: ReadPage | None) -> None:
-        """``read_page`` reads a page of a row of the last committed generation, and blocks; None: nothing is."""
-        self.read_page = read_page
-        self._space = space
+    space: Space
+    read_page: ReadPage | None  # reads a page of a row of the last committed generation, and blocks; None: nothing is
 
-    def kept(self, row: Row) -> Row:
+    def kept_row(self, row: Row) -> Row:
         """Return ``row``, which has all its extents and digests, as an entry keeps it: in pages, if there are many."""
         if row.nbytes <= row.block_nbytes * PAGE_BLOCKS or row.inline is not None:
             return row
-        return paged(row, self.read_page, Readers())
+        pages = Pages(self.read_page, Readers())
+        pages.change(dict(enumerate(pages_of(row))))
+        return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
 
-    def begin(self, entry: Entry) -> Row:
+    def row_in_pages(self, entry: Entry) -> Row:
         """Return the row of ``entry``, whose bytes are on the device, as one with pages."""
         row = entry.row
         assert row is not None and row.inline is None and entry.state is EntryState.STORED, entry
         if not row.is_paged:
             # Order: versions that were rolled back may be read still, and stand on the same extents.
-            pages = Pages(self.read_page, self._space.derived(row.extents) or Readers(row.extents))
+            pages = Pages(self.read_page, self.space.derived(row.extents) or Readers(row.extents))
             pages.keep({0: Page(row.generation, row.extents, row.digests, b"")})
             row = replace(row, is_paged=True, extents=(), digests=b"", pages=pages)
         return row
 
-    def written(
+    def _note_blocks(
         self, entry: Entry, row: Row, changes: Mapping[int, PageChange], *, is_sealed: bool, generation: int
     ) -> None:
         """Note that some blocks of ``entry`` are no more where ``row``, its newest, has them.
 
-        ``row`` is from ``begin``, ``changes`` are of the pages that the blocks are in.
+        ``row`` is from ``row_in_pages``, ``changes`` are of the pages that the blocks are in.
         ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
         """
         before = row.pages
@@ -183,7 +187,7 @@ class Paging:
         if entry.parts is None:
             entry.parts = BlockWrites(owns_all=not is_sealed)
             if is_sealed and entry.row is not None and not entry.row.is_paged:
-                self._space.derive(entry.row.extents, before.readers)
+                self.space.derive(entry.row.extents, before.readers)
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
         free: list[Extent] = []
@@ -195,10 +199,10 @@ class Paging:
                 (free if is_fresh else superseded).extend(place)
             parts.add(number, change.blocks)
         parts.superseded += join(superseded)
-        self._space.give_back_when_read(free, before.readers, later.version)
+        self.space.give_back_when_read(free, before.readers, later.version)
         entry.row = replace(row, generation=generation, pages=later)
 
-    def free(self, entry: Entry) -> None:
+    def free_blocks(self, entry: Entry) -> None:
         """Give back the extents of blocks that were written by themselves: another version takes their place."""
         parts, entry.parts = entry.parts, None
         if parts is None:
@@ -206,29 +210,13 @@ class Paging:
         row = entry.row
         assert row is not None and isinstance(row.pages, Pages)
         if parts.owns_all:
-            self._space.give_back_when_read(_extents(row.pages.all(row)), row.pages.readers)
+            self.space.give_back_when_read(_extents(row.pages.all(row)), row.pages.readers)
         else:
-            self._space.give_back_when_read(_fresh(row, row.pages, parts), row.pages.readers)
+            self.space.give_back_when_read(_fresh(row, row.pages, parts), row.pages.readers)
 
-    @staticmethod
-    def look_up(replaced: Iterable[Replaced]) -> dict[Entry, dict[int, Page]]:
-        """Return the pages that a commit is about to take out of the catalog, as they are. Blocks, and not locked.
-
-        Raises CorruptionError, DeviceError.
-        """
-        return {each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced}
-
-    @staticmethod
-    def looked_up(replaced: Iterable[Replaced], found: Mapping[Entry, Mapping[int, Page]]) -> dict[Entry, list[Extent]]:
-        """Hand the pages ``found`` to those who read them; return the extents of rows that are given up as a whole."""
-        freed: dict[Entry, list[Extent]] = {}
-        for entry, _, pages, _, is_whole in replaced:
-            pages.readers.keep(found[entry])
-            if is_whole:
-                freed[entry] = list(_extents(found[entry].values()))
-        return freed
-
-    def give_back(self, old: Row | None, row: Row | None, parts: BlockWrites | None, freed: Iterable[Extent]) -> None:
+    def _give_back_superseded(
+        self, old: Row | None, row: Row | None, parts: BlockWrites | None, freed: Iterable[Extent]
+    ) -> None:
         """Give back what of the committed ``old`` a generation with ``row`` has superseded: all, or some ``parts``.
 
         ``freed`` are the extents of ``old``, where they had to be looked up.
@@ -236,12 +224,32 @@ class Paging:
         if parts is not None and not parts.owns_all:
             assert row is not None and isinstance(row.pages, Pages)
             if old is not None and not old.is_paged:
-                self._space.derive(old.extents, None)
-            self._space.give_back_when_read(parts.superseded, row.pages.readers, row.pages.version)
+                self.space.derive(old.extents, None)
+            self.space.give_back_when_read(parts.superseded, row.pages.readers, row.pages.version)
         elif old is not None and isinstance(old.pages, Pages):
-            self._space.give_back_when_read(freed, old.pages.readers)
+            self.space.give_back_when_read(freed, old.pages.readers)
         elif old is not None:
-            self._space.give_back(old.extents)
+            self.space.give_back(old.extents)
+
+
+def look_up_pages(replaced: Iterable[Replaced]) -> dict[Entry, dict[int, Page]]:
+    """Return the pages that a commit is about to take out of the catalog, as they are. Blocks, and not locked.
+
+    Raises CorruptionError, DeviceError.
+    """
+    return {each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced}
+
+
+def hand_out_pages(
+    replaced: Iterable[Replaced], found: Mapping[Entry, Mapping[int, Page]]
+) -> dict[Entry, list[Extent]]:
+    """Give open readers the pages ``found``; return the extents of rows that are replaced as a whole."""
+    freed: dict[Entry, list[Extent]] = {}
+    for entry, _, pages, _, is_whole in replaced:
+        pages.readers.keep(found[entry])
+        if is_whole:
+            freed[entry] = list(_extents(found[entry].values()))
+    return freed
 
 
 def _fresh(row: Row, pages: Pages, parts: BlockWrites) -> Iterator[Extent]:

@@ -1,115 +1,35 @@
-"""Lease: the counted right to use a resident tensor, and the views that the public face hands out.
+"""LeaseBlock: the block around a lease that ``Store.lease`` returns, and the views that the block hands out.
 
-The working set decides whether a lease is granted; this file has the step that a lease needs first, a granted one's
-looks and its end. Under modes of torch in which a new tensor is not plain memory, nothing goes in or out of a store.
+A view for reading refuses writes, and a view whose block has ended refuses everything.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, MethodDescriptorType, TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, storage_address
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
-from tiered.store.format.row import Spec, UnknownSpec
-from tiered.store.records.entry import Alias, Entry, EntryState, Residence
-from tiered.store.waiting.calling_thread import this_thread
+from tiered.store.residency.residency import Lease
 
 __all__ = [
     "EndedView",
-    "Lease",
     "LeaseBlock",
-    "LeaseNeeds",
     "Mode",
     "ReadOnlyView",
-    "ReadPastError",
-    "SwapsIn",
     "flat_values",
-    "is_in_transform",
     "is_read_only",
     "name_of",
     "plain_of",
-    "refuse_modes",
-    "tensor_over",
     "write_targets",
 ]
-
-
-SwapsIn = Callable[[Entry], bool]
-"""Whether a caller has bytes that are not in DRAM swapped in; under the lock."""
-
-
-class ReadPastError(Exception):
-    """A brief lease was not granted: its bytes have left DRAM, and the caller reads such past it."""
-
-
-class LeaseNeeds(enum.Enum):
-    """The step that an entry needs before a lease of it can be granted."""
-
-    NOTHING = enum.auto()
-    BUFFER = enum.auto()  # memory to write to
-    SWAP_IN = enum.auto()  # memory, and the bytes
-    WAIT = enum.auto()  # a transfer, a seal or another thread's update uses the bytes
-
-    @classmethod
-    def of(cls, entry: Entry, mode: str) -> LeaseNeeds:
-        """Return what ``entry`` lacks. Raises LeaseError for a lease in the way, UsageError for bytes never written."""
-        if isinstance(entry.spec, UnknownSpec):  # order: before a buffer is granted
-            raise entry.spec.refusal()
-        residence, state = entry.residence, entry.state
-        if residence is not None and (residence.open_writers or (mode != "r" and residence.open_readers)):
-            if residence.updater not in (None, this_thread()):
-                return cls.WAIT
-            open_mode = "writing" if residence.open_writers else "reading"
-            raise LeaseError(f"{entry.name!r} is leased for {open_mode}; release that lease before one with {mode!r}")
-        if state is EntryState.UNDEFINED and mode != "w":
-            raise UsageError(f'{entry.name!r} has no bytes yet: it was created and never written; lease it with "w"')
-        if state is EntryState.ARRIVING:
-            return cls.WAIT
-        if mode == "r":
-            return cls.SWAP_IN if state is EntryState.STORED else cls.NOTHING
-        if not entry.is_settled:
-            return cls.WAIT
-        if state in (EntryState.UNDEFINED, EntryState.STORED):
-            return cls.BUFFER if mode == "w" else cls.SWAP_IN
-        assert residence is not None
-        # Bytes that readers still use are not overwritten: copy on write. Writers that linger are joined.
-        return cls.BUFFER if residence.aliases and not residence.writers else cls.NOTHING
-
-
-_MODES = torch._C._TorchDispatchModeKey
-_REFUSED = {_MODES.FAKE: "FakeTensorMode", _MODES.FUNCTIONAL: "FunctionalTensorMode", _MODES.PROXY: "make_fx"}
-
-
-def refuse_modes(operation: str, key: str) -> None:
-    """Raise UsageError where the caller's mode makes tensors without bytes, or records the operations on them."""
-    if torch._C._len_torch_dispatch_stack():
-        for mode, name in _REFUSED.items():
-            if torch._C._get_dispatch_mode(mode) is not None:
-                raise UsageError(
-                    f"{operation} of {key!r} under {name}, in which new tensors are no memory to copy to; expected"
-                    " outside of it"
-                )
-    if is_in_transform():
-        raise UsageError(
-            f"{operation} of {key!r} inside torch.func (grad, vjp, jvp, functionalize, ...), which wraps each tensor"
-            " that is made there; expected before the transform: have the function take the tensor, or close over it"
-        )
-
-
-def is_in_transform() -> bool:
-    """Whether a transform of torch.func wraps each tensor that is made now: all but vmap do."""
-    stack = get_interpreter_stack()
-    return bool(stack) and any(interpreter.key() != TransformType.Vmap for interpreter in stack)
 
 
 # -- write targets -----------------------------------------------------------------------------------------------------
@@ -162,81 +82,10 @@ def _running_statistics(func: Callable[..., Any], args: Sequence[Any], kwargs: d
     return [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")] if is_training else []
 
 
-# -- lease -------------------------------------------------------------------------------------------------------------
+# -- lease block -------------------------------------------------------------------------------------------------------
 
 
 Mode = Literal["r", "w", "rw"]
-
-
-def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor: itself, if it is that.
-
-    It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
-    """
-    if spec.dtype == torch.uint8 and len(spec.shape) == 1:
-        return flat
-    tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
-    tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
-    return tensor
-
-
-class Lessor(Protocol):
-    """The part of the store that grants leases and hears of their ends."""
-
-    def released(self, aliases: Sequence[Alias], *, is_written: bool = False, is_unchanged: bool = False) -> bool:
-        """Note that leases were released; return whether their last tensors have died."""
-
-
-class Lease:
-    """A leased tensor: ``tensor`` until ``release``. Made by ``WorkingSet.lease``; the arena owns the bytes.
-
-    The lease ends when its last tensor has died; until then its bytes stay counted. Dropping a lease without
-    releasing it releases it.
-    """
-
-    __slots__ = ("_alias", "_lessor", "_tensor", "key", "mode")
-
-    def __init__(self, lessor: Lessor, key: str, mode: str, alias: Alias, tensor: torch.Tensor) -> None:
-        self.key = key
-        self.mode = mode
-        self._lessor = lessor
-        self._alias = alias
-        self._tensor: torch.Tensor | None = tensor
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor, typed and shaped as the record says, over bytes of the arena. Raises LeaseError once released."""
-        if self._tensor is None:
-            raise LeaseError(f"the lease of {self.key!r} was released; lease it again")
-        return self._tensor
-
-    @property
-    def buffer(self) -> Buffer:
-        """The buffer that has the bytes; for the holder of the lease."""
-        return self._alias.residence.buffer
-
-    @property
-    def residence(self) -> Residence:
-        """The key's bytes in DRAM; for the working set."""
-        return self._alias.residence
-
-    def release(self, *, is_written: bool = False, is_unchanged: bool = False) -> bool:
-        """Drop the lease's own reference; return whether the lease has ended (no other tensor is alive). Idempotent.
-
-        ``is_written``: the holder knows that no living tensor writes, so that nothing needs to wait for its end.
-        ``is_unchanged``: the holder of a lease for writing knows that the bytes are those it found; unless another
-        tensor is alive they need not be written then.
-        """
-        return self._lessor.released((self.end(),), is_written=is_written, is_unchanged=is_unchanged)
-
-    def end(self) -> Alias:
-        """Drop the lease's own reference; return the alias by which the working set knows the lease, for it alone."""
-        self._tensor = None
-        return self._alias
-
-    def __repr__(self) -> str:
-        state = "released" if self._tensor is None else "open"
-        return f"Lease({self.key!r}, {self.mode!r}, {state})"
 
 
 class LeaseBlock:

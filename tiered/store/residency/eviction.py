@@ -1,7 +1,7 @@
-"""Residents: the tensors in DRAM, their users, and the ones that may be evicted.
+"""Eviction: which tensors are in DRAM, under one byte budget, who uses them, and which of them make way.
 
-Bookkeeping under the store's lock: it leases buffers from the arena, evicts clean entries and counts leases, but never
-waits and never does I/O. Waiting and swapping in is in working_set.py, swapping out in write_back.py.
+Bookkeeping under the store's lock, without I/O and without a wait: swap_in_out.py moves the bytes, memory_wait.py waits
+until enough of them can be evicted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
-from tiered.store.records.entry import Alias, Entry, EntryState, Residence, Stored
-from tiered.store.records.records import Table
+from tiered.store.residency.entry import Alias, Entry, EntryState, Residence
+from tiered.store.residency.key_table import KeyTable
 from tiered.store.waiting.calling_thread import this_thread
 
-__all__ = ["EndedLeases", "EvictionPolicy", "LeastRecentlyUsed", "Residents", "Share"]
+__all__ = ["EndedLeases", "Eviction", "EvictionPolicy", "LeastRecentlyUsed"]
 
 
 class EndedLeases:
@@ -103,113 +103,26 @@ class LeastRecentlyUsed:
         return False
 
 
-# -- share -------------------------------------------------------------------------------------------------------------
-
-
-class Share:
-    """``nbytes`` of the budget that other callers leave to the one for which ``is_for()`` holds, and their use.
-
-    The invariant: *the leases and reservations of others, without held keys, are at most the budget less the held bytes
-    and* ``nbytes``. So that caller's leases wait for transfers, and never for bytes that others keep. Bytes change
-    between the two without being moved. Buffers that may be evicted count for no caller.
-    """
-
-    __slots__ = ("_budget_bytes", "_is_for", "_own", "held_bytes", "nbytes", "pinned_bytes", "used_bytes")
-
-    def __init__(self, budget_bytes: int) -> None:
-        self.nbytes = 0
-        self.held_bytes = 0  # of keys that stay in DRAM for good
-        self.pinned_bytes = 0  # leased or reserved, by all callers
-        self.used_bytes = 0  # leased by the caller that the share is for
-        self._budget_bytes = budget_bytes
-        self._is_for: Callable[[], bool] = _nobody
-        self._own: set[Residence] = set()
-
-    def __repr__(self) -> str:
-        return f"Share({self.used_bytes} of {self.nbytes} B used, {self.pinned_bytes} B pinned in all)"
-
-    def set_aside(self, nbytes: int, is_for: Callable[[], bool]) -> None:
-        """Set ``nbytes`` aside from now on; 0: nothing."""
-        self.nbytes, self._is_for = nbytes, is_for
-
-    @property
-    def is_callers(self) -> bool:
-        """Whether the share is for the calling thread."""
-        return self.nbytes > 0 and self._is_for()
-
-    @property
-    def left_bytes(self) -> int:
-        """The bytes of the budget that are neither held nor pinned for others than the share's caller."""
-        return self._budget_bytes - self.held_bytes - (self.pinned_bytes - self.used_bytes)
-
-    def admits(self, nbytes: int) -> bool:
-        """Return whether the caller may lease or reserve ``nbytes`` more."""
-        if not self.nbytes or self._is_for():
-            return True
-        return nbytes + self.nbytes <= self.left_bytes
-
-    def pin(self, residence: Residence) -> None:
-        """Count the first lease of ``residence``, which is not held: held bytes have their own part of the budget."""
-        residence.pinned_nbytes = residence.buffer.nbytes
-        self.pinned_bytes += residence.pinned_nbytes
-        if self.is_callers:
-            self._take(residence)
-
-    def change(self, residence: Residence) -> None:
-        """Count the leased bytes of ``residence`` as the share's from now on."""
-        if residence.pinned_nbytes and residence not in self._own:
-            self._take(residence)
-
-    def hold(self, nbytes: int, residence: Residence | None) -> None:
-        """``nbytes`` more are held, fewer if negative; where they are leased as ``residence``, the count moves."""
-        self.held_bytes += nbytes
-        if residence is not None and residence.aliases:
-            self.unpin(residence) if nbytes > 0 else self.pin(residence)
-
-    def give_back(self, residence: Residence) -> None:
-        """Its caller is done with ``residence``, which living tensors of others keep."""
-        if residence in self._own:
-            self._own.remove(residence)
-            self.used_bytes -= residence.pinned_nbytes
-
-    def unpin(self, residence: Residence) -> None:
-        """Count the end of the last lease of ``residence``."""
-        self.give_back(residence)
-        self.pinned_bytes -= residence.pinned_nbytes
-        residence.pinned_nbytes = 0
-
-    def reserve(self, buffer: Buffer) -> None:
-        """Count ``buffer`` as reserved."""
-        self.pinned_bytes += buffer.nbytes
-
-    def unreserve(self, buffer: Buffer) -> None:
-        """Count ``buffer`` as reserved no more."""
-        self.pinned_bytes -= buffer.nbytes
-
-    def _take(self, residence: Residence) -> None:
-        self._own.add(residence)
-        self.used_bytes += residence.pinned_nbytes
-
-
-def _nobody() -> bool:
-    return False
-
-
-# -- residents ---------------------------------------------------------------------------------------------------------
+# -- eviction ----------------------------------------------------------------------------------------------------------
 
 
 _MOVING = (EntryState.ARRIVING, EntryState.DEPARTING)  # a transfer has the buffer, perhaps one that was not started yet
 
 
-class Residents:
+class Eviction(KeyTable):
     """Entries in DRAM, within the arena's budget.
 
-    The invariant: a clean entry without users that is not held is in ``clean``; a dirty one without writers that is not
-    held is in ``dirty``; all others are in neither.
+    The invariants: a clean entry without users that is not held is in ``clean``; a dirty one without writers that is
+    not held is in ``dirty``; all others are in neither. *The leases and reservations of other threads, without held
+    keys, are at most the budget less the held bytes and less* ``set_aside_bytes``, so that the thread for which these
+    are set aside waits for transfers alone. Buffers that may be evicted count for no thread.
     """
 
-    def __init__(self, arena: Arena, condition: Condition) -> None:
-        self.arena = arena
+    arena: Arena
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budget_bytes = self.arena.nbytes
         self.policy: EvictionPolicy = LeastRecentlyUsed()
         self.clean: OrderedDict[str, int] = OrderedDict()  # name -> bytes, least recently used first
         self.dirty: OrderedDict[Entry, None] = OrderedDict()  # oldest first
@@ -217,35 +130,81 @@ class Residents:
         self.clean_bytes = 0  # of their buffers: evicting them all would free as much
         self.dirty_bytes = 0
         self.resident_bytes = 0
+        self.held_bytes = 0  # of keys that stay in DRAM for good
         self.orphans: set[Residence] = set()  # replaced or deleted under living tensors
-        self.share = Share(arena.nbytes)
         self.num_evictions = 0
         self.num_arriving = 0  # swap ins in flight
         self.num_claims = 0  # callers that are about to use, or copy, bytes in DRAM
+        self.num_waiting = 0  # callers that wait for memory: prefetches leave it to them
         self.users: Counter[int] = Counter()  # thread -> living leases and reservations it asked for
-        self._condition = condition
-        self._entries = Table()
-        self.ended_leases = EndedLeases(condition)
-        self._is_closed = False
+        self.ended_leases = EndedLeases(self.condition)
+        self._set_aside_bytes = 0  # for the thread in which ``_is_for()`` holds
+        self._is_for: Callable[[], bool] = _nobody
+        self._pinned_bytes = 0  # leased or reserved, by all threads
+        self._own_bytes = 0  # leased by the thread that bytes are set aside for
+        self._is_dram_closed = False
         self._pid = os.getpid()
 
-    def watch(self, entries: Table) -> None:
-        """Take ``entries``, name -> entry, as the table that ``clean`` names keys of."""
-        self._entries = entries
+    # Below: the budget
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes of the budget that are neither held nor in use, but by the thread that bytes are set aside for."""
+        return self.budget_bytes - self.held_bytes - (self._pinned_bytes - self._own_bytes)
+
+    @property
+    def has_own_share(self) -> bool:
+        """Whether bytes are set aside for the calling thread."""
+        return self._set_aside_bytes > 0 and self._is_for()
+
+    def admits(self, nbytes: int) -> bool:
+        """Return whether the caller may lease or reserve ``nbytes`` more beside the bytes that are set aside."""
+        if not self._set_aside_bytes or self._is_for():
+            return True
+        return nbytes + self._set_aside_bytes <= self.left_bytes
+
+    def _pin(self, residence: Residence) -> None:
+        """Count the first lease of ``residence``, which is not held: held bytes have their own part of the budget."""
+        residence.pinned_nbytes = residence.buffer.nbytes
+        self._pinned_bytes += residence.pinned_nbytes
+        if self._set_aside_bytes and self._is_for():
+            self._make_own(residence)
+
+    def _unpin(self, residence: Residence) -> None:
+        """Count the end of the last lease of ``residence``."""
+        self._make_common(residence)
+        self._pinned_bytes -= residence.pinned_nbytes
+        residence.pinned_nbytes = 0
+
+    def _make_own(self, residence: Residence) -> None:
+        """Count the leased bytes of ``residence`` in those set aside."""
+        if residence.pinned_nbytes and not residence.is_own:
+            residence.is_own = True
+            self._own_bytes += residence.pinned_nbytes
+
+    def _make_common(self, residence: Residence) -> None:
+        """Count the leased bytes of ``residence`` in those set aside no more."""
+        if residence.is_own:
+            residence.is_own = False
+            self._own_bytes -= residence.pinned_nbytes
+
+    def _hold(self, entry: Entry, held: bool) -> None:
+        """Count the bytes of ``entry`` as held, or as ordinary again."""
+        if entry.held != held:
+            nbytes = self.space.round_up(entry.nbytes)
+            self.held_bytes += nbytes if held else -nbytes
+            if entry.residence is not None and entry.residence.aliases:
+                self._unpin(entry.residence) if held else self._pin(entry.residence)
+        entry.held = held
 
     # Below: buffers
 
-    @property
-    def orphan_bytes(self) -> int:
-        """Bytes that were replaced or deleted under living tensors."""
-        return sum(residence.buffer.nbytes for residence in self.orphans)
-
-    def take_nowait(self, nbytes: int, *, is_held: bool = False) -> Buffer | None:
+    def allocate_nowait(self, nbytes: int, *, is_held: bool = False) -> Buffer | None:
         """Lease a buffer, evicting clean entries as needed; None when the rest is in use, or worth to be kept.
 
-        Also None where the bytes are set aside for another caller; those of a held key never are.
+        Also None where the bytes are set aside for another thread; those of a held key never are.
         """
-        if not is_held and not self.share.admits(nbytes):
+        if not is_held and self._set_aside_bytes and not self.admits(nbytes):
             return None
         while True:
             buffer = self.arena.allocate_nowait(nbytes)
@@ -255,14 +214,34 @@ class Residents:
             if victim is None:
                 return None
             if self.arena.free_nbytes >= nbytes:
-                return self._take_scattered(nbytes, self.clean)
+                return self._allocate_scattered(nbytes, self.clean)
             self._evict(victim)
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return whether ``take_nowait`` would find a place for ``nbytes`` once it may evict every clean entry."""
+    def allocate_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
+        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
+
+        ``beside``: bytes that must be free then, for leases that come before its use.
+        """
+        while self.arena.free_nbytes < nbytes + beside:
+            victim = self.policy.victim(self.clean, incoming) if self.clean else None
+            if victim is None or victim not in self.clean or self._is_worth_waiting(victim):
+                return None
+            self._evict(victim)
+        buffer = self.arena.allocate_nowait(nbytes)
+        if buffer is None:
+            offered = [name for name, size in self.clean.items() if self._is_offered(name, size, incoming)]
+            buffer = self._allocate_scattered(nbytes, offered)
+        return buffer
+
+    def has_clean_room(self, nbytes: int) -> bool:
+        """Return whether ``allocate_nowait`` would find a place for ``nbytes`` if it may evict every clean entry."""
         return self.arena.could_place(nbytes, self.clean_bytes, self._places(self.clean))
 
-    def _take_scattered(self, nbytes: int, names: Iterable[str]) -> Buffer | None:
+    def is_worth_waiting(self) -> bool:
+        """Return whether to wait for a write in flight, rather than evict an entry that is clean now."""
+        return bool(self.departing and self.clean) and self._victim() is None
+
+    def _allocate_scattered(self, nbytes: int, names: Iterable[str]) -> Buffer | None:
         """Lease a buffer where the free bytes suffice and are scattered: evict those of ``names`` in its way."""
         evictable = dict(zip(self._places(names), names, strict=True))
         in_the_way = self.arena.in_the_way(nbytes, evictable)
@@ -276,13 +255,9 @@ class Residents:
     def _places(self, names: Iterable[str]) -> Iterator[tuple[int, int]]:
         """Yield the address and the bytes of each of the resident ``names``, while they are asked for."""
         for name in names:
-            residence = self._entries[name].residence
+            residence = self.entries[name].residence
             assert residence is not None
             yield residence.buffer.address, residence.buffer.nbytes
-
-    def is_worth_waiting(self) -> bool:
-        """Return whether to wait for a write in flight, rather than evict an entry that is clean now."""
-        return bool(self.departing and self.clean) and self._victim() is None
 
     def _victim(self) -> str | None:
         """Return which clean entry to evict for a caller that waits; None where there is none to be spared."""
@@ -297,32 +272,22 @@ class Residents:
         leaving = [entry.name for entry in self.departing if entry.residence is not None and entry.residence.is_idle]
         return bool(leaving) and self.policy.is_worth_waiting(victim, leaving)
 
-    def take_ahead(self, nbytes: int, incoming: str, *, beside: int = 0) -> Buffer | None:
-        """Lease a buffer for a prefetch of ``incoming``, evicting only what the policy offers.
-
-        ``beside``: bytes that must be free then, for leases that come before its use.
-        """
-        while self.arena.free_nbytes < nbytes + beside:
-            victim = self.policy.victim(self.clean, incoming) if self.clean else None
-            if victim is None or victim not in self.clean or self._is_worth_waiting(victim):
-                return None
-            self._evict(victim)
-        buffer = self.arena.allocate_nowait(nbytes)
-        if buffer is None:
-            offered = [name for name, size in self.clean.items() if self._is_offered(name, size, incoming)]
-            buffer = self._take_scattered(nbytes, offered)
-        return buffer
-
     def _is_offered(self, name: str, nbytes: int, incoming: str) -> bool:
         """Whether the policy would evict this clean entry for a prefetch of ``incoming``."""
         return self.policy.victim({name: nbytes}, incoming) == name and not self._is_worth_waiting(name)
 
-    def give_back(self, buffer: Buffer) -> None:
-        if not self.arena.release(buffer):
-            self._wait_for(buffer)
-        self._condition.notify_all()
+    def _evict(self, name: str) -> None:
+        entry = self.entries[name]
+        self.drop(entry)
+        entry.state = EntryState.STORED
+        self.num_evictions += 1
 
-    def _wait_for(self, buffer: Buffer) -> None:
+    def _give_back(self, buffer: Buffer) -> None:
+        if not self.arena.release(buffer):
+            self._give_back_later(buffer)
+        self.condition.notify_all()
+
+    def _give_back_later(self, buffer: Buffer) -> None:
         """Have ``buffer`` given back once the last tensor on it has died, as the bytes of a lease are."""
         residence = Residence(buffer, None)
         residence.aliases = 1
@@ -330,17 +295,11 @@ class Residents:
         alias.is_released = True
         self.users[alias.thread] += 1
         self.orphans.add(residence)
-        if self._is_closed:
+        if self._is_dram_closed:
             buffer.follow_up(functools.partial(_reap, weakref.ref(self)))
         buffer.follow_up(functools.partial(self.ended_leases.queue.put, alias))
         if not buffer.is_aliased:  # it has died meanwhile
             self.report_end(alias)
-
-    def _evict(self, name: str) -> None:
-        entry = self._entries[name]
-        self.drop(entry)
-        entry.state = EntryState.STORED
-        self.num_evictions += 1
 
     # Below: entries
 
@@ -360,7 +319,7 @@ class Residents:
         self.resident_bytes -= entry.nbytes
         residence.entry = None
         if residence.is_idle:
-            self.give_back(residence.buffer)
+            self._give_back(residence.buffer)
         else:
             self.orphans.add(residence)
 
@@ -376,7 +335,7 @@ class Residents:
 
     def offer(self, entry: Entry) -> None:
         """Put the entry into the queue its state calls for, if any; at the end unless it is leaving."""
-        if self._is_closed and entry.state not in _MOVING:
+        if self._is_dram_closed and entry.state not in _MOVING:
             self.drop(entry)
         residence = entry.residence
         if residence is None or entry.held:
@@ -391,14 +350,9 @@ class Residents:
             self.dirty_bytes += entry.nbytes
         else:
             return
-        self._condition.notify_all()  # a caller may wait for memory
+        self.condition.notify_all()  # a caller may wait for memory
 
-    def renew(self, entry: Entry) -> None:
-        """Make the entry the last candidate for eviction: it will be used soon."""
-        if entry.name in self.clean:
-            self.clean.move_to_end(entry.name)
-
-    def demote(self, entry: Entry) -> None:
+    def _demote(self, entry: Entry) -> None:
         """Make the entry the first candidate for eviction, once it is clean: it is not needed for now."""
         if entry.residence is not None:
             entry.residence.is_leaving = True
@@ -407,11 +361,11 @@ class Residents:
 
     # Below: leases
 
-    def open(self, entry: Entry, *, is_writer: bool, is_brief: bool = False) -> Alias:
+    def _open_lease(self, entry: Entry, *, is_writer: bool, is_brief: bool = False) -> Alias:
         """Count a new lease of a resident entry; its tensor is the caller's to make.
 
-        One that ``is_brief`` is waited for, and nobody is refused for it: for reading it counts as released, and ends
-        by itself; for writing the calling thread releases it soon, whatever others do.
+        Other threads wait for the end of a brief lease; they never get LeaseError because of it. A brief lease for
+        reading counts as released from the start, and its holder makes no tensor.
         """
         residence = entry.residence
         assert residence is not None
@@ -419,7 +373,7 @@ class Residents:
             if is_writer or entry.state is EntryState.CLEAN:  # a dirty one may be written while it is read
                 self.withdraw(entry)
             if not residence.aliases:
-                self.share.pin(residence)
+                self._pin(residence)
         residence.aliases += 1
         residence.writers += is_writer
         residence.open_writers += is_writer
@@ -432,16 +386,7 @@ class Residents:
         self.users[alias.thread] += 1
         return alias
 
-    def _release(self, alias: Alias) -> None:
-        alias.is_released = True
-        residence = alias.residence
-        residence.open_writers -= alias.is_writer
-        residence.open_readers -= not alias.is_writer
-        if alias.is_writer and residence.updater is not None:
-            residence.updater = None
-            self._condition.notify_all()
-
-    def end(self, aliases: Sequence[Alias], *, is_written: bool) -> bool:
+    def end_leases(self, aliases: Sequence[Alias], *, is_written: bool) -> bool:
         """Note released leases, and the ends of all that have ended; return whether ``aliases`` are among them.
 
         The others linger until their last tensors have died, as readers where ``is_written``: none writes any more.
@@ -460,38 +405,39 @@ class Residents:
             if not alias.has_ended:
                 have_ended = False
                 if is_written:
-                    self.settle(alias.residence)
+                    self._end_use(alias.residence)
         return have_ended
 
-    def restore(self, alias: Alias, untouch: Callable[[Entry, Stored], None]) -> None:
+    def drain(self) -> None:
+        """Note the leases that have ended since the last call."""
+        if not self.ended_leases.queue.empty():
+            for alias in self.ended_leases.take():
+                self._end(alias)
+
+    def report_end(self, alias: Alias) -> None:
+        """Note the end of a lease that has no tensor (any more); without the lock."""
+        self.ended_leases.queue.put(alias)
+        if self._is_dram_closed:
+            self.reap()
+
+    def _release(self, alias: Alias) -> None:
+        alias.is_released = True
+        residence = alias.residence
+        residence.open_writers -= alias.is_writer
+        residence.open_readers -= not alias.is_writer
+        if alias.is_writer and residence.updater is not None:
+            residence.updater = None
+            self.condition.notify_all()
+
+    def _make_clean(self, alias: Alias) -> None:
         """Make the entry of an ended lease clean again: it was clean before, and no byte was changed."""
         entry = alias.residence.entry
         if alias.before is None or entry is None or entry.state is not EntryState.DIRTY or alias.residence.writers:
             return
         self.withdraw(entry)
-        untouch(entry, alias.before)
+        self.untouch(entry, alias.before)
         entry.state = EntryState.CLEAN
         self.offer(entry)
-
-    def on_end(self, alias: Alias) -> Callable[[object], object]:
-        """Return the callback for the death of a lease's last tensor. Any thread, any lock held, in a collection.
-
-        It is no line of Python: an interrupt there would be lost, and the end with it. May be called again.
-        """
-        return functools.partial(self.ended_leases.queue.put, alias)  # put ignores a second argument
-
-    def report_end(self, alias: Alias) -> None:
-        """Note the end of a lease that has no tensor (any more)."""
-        self.ended_leases.queue.put(alias)
-        if self._is_closed:
-            self.reap()
-
-    def drain(self) -> None:
-        """Note the leases that have ended since the last call."""
-        if self.ended_leases.queue.empty():
-            return
-        for alias in self.ended_leases.take():
-            self._end(alias)
 
     def _end(self, alias: Alias) -> None:
         if alias.has_ended:
@@ -499,21 +445,21 @@ class Residents:
         if not alias.is_released:
             self._release(alias)
         alias.has_ended = True
-        self.forget_user(alias.thread)
+        self._forget_user(alias.thread)
         residence = alias.residence
         residence.aliases -= 1
         if residence.pinned_nbytes and not residence.aliases:
-            self.share.unpin(residence)
+            self._unpin(residence)
         residence.writers -= alias.is_writer
-        self.settle(residence)
+        self._end_use(residence)
 
-    def settle(self, residence: Residence) -> None:
+    def _end_use(self, residence: Residence) -> None:
         """Note the end of a use of ``residence``: offer its entry, or give an orphan back."""
         if residence.entry is not None:
             self.offer(residence.entry)
         elif residence.is_idle:
             self.orphans.discard(residence)
-            self.give_back(residence.buffer)
+            self._give_back(residence.buffer)
 
     def claim(self, residence: Residence) -> Residence:
         """Keep ``residence`` for a caller that waits for its bytes or copies them; until ``unclaim``."""
@@ -525,23 +471,25 @@ class Residents:
         """End a claim that ``claim`` began."""
         residence.claims -= 1
         self.num_claims -= 1
-        self.settle(residence)
-        self._condition.notify_all()
+        self._end_use(residence)
+        self.condition.notify_all()
 
-    def forget_user(self, thread: int) -> None:
+    def _forget_user(self, thread: int) -> None:
         """Note the end of a lease or reservation of ``thread``."""
         self.users[thread] -= 1
         if self.users[thread] <= 0:
             del self.users[thread]
-        self._condition.notify_all()
+        self.condition.notify_all()
+
+    # Below: the end
 
     def close(self) -> None:
         """Give every buffer back that is in no use; the others follow when their last tensor dies, or transfer ends."""
         self.drain()
-        self._is_closed = True
-        for entry in self._entries.used():
+        self._is_dram_closed = True
+        for entry in self.entries.used():
             self.offer(entry)
-        moving = [entry.residence for entry in self._entries.used() if entry.residence is not None]
+        moving = [entry.residence for entry in self.entries.used() if entry.residence is not None]
         # Lifetime: a tensor must not keep us: a failure that we lead to may keep the tensor, by its traceback.
         reap = functools.partial(_reap, weakref.ref(self))
         for residence in [*self.orphans, *moving]:
@@ -551,16 +499,20 @@ class Residents:
         """After ``close``: give back the buffers that have ended since; without the lock."""
         # Lifetime: after close finalizers drain the queue. Never blocking: the holder of the lock may be the very frame
         # that a collection interrupted; it, or the next end, finds the queue.
-        if self._pid != os.getpid() or self._condition.is_held_here():
+        if self._pid != os.getpid() or self.condition.is_held_here():
             return
-        while not self.ended_leases.queue.empty() and self._condition.acquire(blocking=False):
+        while not self.ended_leases.queue.empty() and self.condition.acquire(blocking=False):
             try:
                 self.drain()
             finally:
-                self._condition.release()
+                self.condition.release()
 
 
-def _reap(residents: weakref.ref[Residents]) -> None:
-    there = residents()
-    if there is not None:  # else the arena is gone with them, and its memory with the last tensor
+def _nobody() -> bool:
+    return False
+
+
+def _reap(eviction: weakref.ref[Eviction]) -> None:
+    there = eviction()
+    if there is not None:  # else the arena is gone with it, and its memory with the last tensor
         there.reap()

@@ -1,4 +1,4 @@
-"""Entry: all facts about one key, and the cost of its bytes in DRAM. Records say which generation the bytes belong to.
+"""Entry: all facts about one key, and the cost of its bytes in DRAM. key_table.py says which generation they belong to.
 
 Nothing here takes a lock or does I/O: the store's lock guards every field.
 """
@@ -13,13 +13,24 @@ from typing import NamedTuple
 import torch
 
 from tiered.bytes.arena import Buffer, Watched
+from tiered.errors import LeaseError, UsageError
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, UnknownSpec
+from tiered.store.waiting.calling_thread import this_thread
 
-__all__ = ["Alias", "Entry", "EntryState", "Granted", "Record", "Residence"]
+__all__ = ["Alias", "BlockWrites", "Entry", "EntryState", "Granted", "LeaseNeeds", "Record", "Residence", "Stored"]
 
 
 class EntryState(enum.Enum):
-    """Where a key's newest bytes are."""
+    """Where a key's newest bytes are.
+
+    UNDEFINED -> DIRTY [Residency._grant, a put], STORED [an inline or streamed put, KeyTable.adopt_ranges]
+    STORED -> ARRIVING, or CLEAN where inline [SwapInOut._swap_in]; -> DIRTY [Residency._grant for "w", a put]
+    ARRIVING -> CLEAN, or STORED where the read failed [SwapInOut._arrived]
+    CLEAN -> STORED [Eviction._evict]; -> DIRTY [Residency._grant for writing, a put]
+    DIRTY -> DEPARTING [SwapInOut._swap_out]; -> CLEAN [Eviction._make_clean; where inline SwapInOut.land_inline]
+    DEPARTING -> CLEAN, or DIRTY where the write failed [SwapInOut._written]
+    any but ARRIVING and DEPARTING -> STORED, UNDEFINED [KeyTable.roll_back]; -> UNDEFINED [a delete]
+    """
 
     UNDEFINED = "undefined"  # nowhere: created, not yet written; no DRAM, no extents
     STORED = "stored"  # on the device, or inline in the row; no DRAM
@@ -47,7 +58,7 @@ class Residence:
     """An entry's bytes in DRAM and their users. ``entry`` is None once they were replaced under living tensors."""
 
     __slots__ = (
-        "aliases", "buffer", "claims", "entry", "is_leaving", "name", "open_readers", "open_writers",
+        "aliases", "buffer", "claims", "entry", "is_leaving", "is_own", "name", "open_readers", "open_writers",
         "pinned_nbytes", "updater", "writers",
     )  # fmt: skip
 
@@ -60,7 +71,8 @@ class Residence:
         self.open_readers = 0  # leases that were not released
         self.open_writers = 0
         self.updater: int | None = None  # the thread of an update that is the open writer: others wait for its end
-        self.pinned_nbytes = 0  # the bytes that its leases count in a share of the budget
+        self.pinned_nbytes = 0  # the bytes that its leases count in the budget
+        self.is_own = False  # they count in the bytes that are set aside for a thread
         self.claims = 0  # callers that wait for these bytes, or copy them
         self.is_leaving = False  # swap_out was asked for: first candidate for eviction once clean
 
@@ -101,6 +113,15 @@ class Stored(NamedTuple):
     digests: tuple[int, bytes] | None
     was_changed: bool  # since the last commit was sealed
     version: int
+
+
+class LeaseNeeds(enum.Enum):
+    """The step that an entry needs before a lease of it can be granted."""
+
+    NOTHING = enum.auto()
+    BUFFER = enum.auto()  # memory to write to
+    SWAP_IN = enum.auto()  # memory, and the bytes
+    WAIT = enum.auto()  # a transfer, a seal or another thread's update uses the bytes
 
 
 class BlockWrites:
@@ -180,6 +201,30 @@ class Entry:
         if residence is None or residence.aliases or self.is_pending:
             return False
         return self.state is EntryState.CLEAN or self.state is EntryState.DIRTY
+
+    def needs(self, mode: str) -> LeaseNeeds:
+        """Return what a lease lacks. Raises LeaseError for a lease in the way, UsageError for bytes never written."""
+        if isinstance(self.spec, UnknownSpec):  # order: before a buffer is granted
+            raise self.spec.refusal()
+        residence, state = self.residence, self.state
+        if residence is not None and (residence.open_writers or (mode != "r" and residence.open_readers)):
+            if residence.updater not in (None, this_thread()):
+                return LeaseNeeds.WAIT
+            open_mode = "writing" if residence.open_writers else "reading"
+            raise LeaseError(f"{self.name!r} is leased for {open_mode}; release that lease before one with {mode!r}")
+        if state is EntryState.UNDEFINED and mode != "w":
+            raise UsageError(f'{self.name!r} has no bytes yet: it was created and never written; lease it with "w"')
+        if state is EntryState.ARRIVING:
+            return LeaseNeeds.WAIT
+        if mode == "r":
+            return LeaseNeeds.SWAP_IN if state is EntryState.STORED else LeaseNeeds.NOTHING
+        if not self.is_settled:
+            return LeaseNeeds.WAIT
+        if state in (EntryState.UNDEFINED, EntryState.STORED):
+            return LeaseNeeds.BUFFER if mode == "w" else LeaseNeeds.SWAP_IN
+        assert residence is not None
+        # Bytes that readers still use are not overwritten: copy on write. Writers that linger are joined.
+        return LeaseNeeds.BUFFER if residence.aliases and not residence.writers else LeaseNeeds.NOTHING
 
     def record(self) -> Record:
         """Return the facts that the public face shows of this key."""

@@ -1,4 +1,4 @@
-"""Records: the table of keys, and which generation each key's bytes belong to.
+"""KeyTable: all keys, and which generation each key's bytes belong to.
 
 Bookkeeping only: every method runs under the store's lock, none does I/O, none touches DRAM. The rule that it keeps:
 *writes never touch committed bytes*. An entry has a committed set of extents, a sealed one while a commit runs, and
@@ -8,7 +8,6 @@ only its row.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import logging
 import operator
@@ -19,12 +18,12 @@ from dataclasses import replace
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, ExternalRange, Row, Spec, decode_row
-from tiered.store.records.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
-from tiered.store.records.pages import PageChange, Pages, Paging, ReadPage, Replaced, num_pages
-from tiered.store.space.space import Readers, Space
+from tiered.store.residency.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
+from tiered.store.residency.paged_rows import PageChange, PagedRows, Pages, ReadPage, Replaced, num_pages
+from tiered.store.space.space import Readers
 from tiered.units import format_bytes
 
-__all__ = ["Extents", "Records", "Sealed", "Table", "adopted", "learned"]
+__all__ = ["Extents", "KeyTable", "Sealed"]
 
 
 class Sealed:
@@ -53,7 +52,7 @@ class Sealed:
 # -- the table of keys -------------------------------------------------------------------------------------------------
 
 
-class Table:
+class Entries:
     """Entries by name, in the order of creation. The store's lock guards it.
 
     A committed row is kept as the catalog's bytes, a quarter of an entry's size, until its entry is asked for. From
@@ -128,7 +127,7 @@ class Table:
         return entry
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
+# -- key table ---------------------------------------------------------------------------------------------------------
 
 
 Extents = tuple[Extent, ...]
@@ -136,30 +135,21 @@ Extents = tuple[Extent, ...]
 _log = logging.getLogger("tiered")
 
 
-class Records:
+class KeyTable(PagedRows):
     """All entries, and their changes since the last seal."""
 
-    def __init__(
-        self,
-        space: Space,
-        *,
-        durable: bool,
-        generation: int = 0,
-        next_key_id: int = 1,
-        read_page: ReadPage | None = None,
-    ) -> None:
-        """``read_page`` reads a page of a row of the last committed generation; blocks."""
-        self.paging = Paging(space, read_page)
-        self.entries = Table(self.paging.read_page)
-        self.durable = durable
-        self.generation = generation  # the last sealed one
-        self.next_key_id = next_key_id
+    durable: bool
+    generation: int  # the last sealed one
+    next_key_id: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = Entries(self.read_page)
         self.sealed: Sealed | None = None  # the running commit
         self.changed: dict[Entry, None] = {}  # since the last seal; an ordered set
         self.removed: dict[Entry, None] = {}  # deleted since the last seal, and not new since then
         self.copied: dict[Entry, Row] = {}  # adopted since then, and bytes of their own by now: the row before
         self._hidden: set[Entry] = set()  # undefined ones, and scratch keys of a durable store
-        self._space = space
 
     @property
     def open_generation(self) -> int:
@@ -168,12 +158,14 @@ class Records:
 
     def load(self, rows: CommittedRows) -> None:
         """Fill the empty table with committed rows. Raises CorruptionError for extents that cannot be theirs."""
-        self._space.claim_all(rows)
+        self.space.claim_all(rows)
         self.entries.fill(rows)
 
     # Below: the mapping
 
-    def __len__(self) -> int:
+    @property
+    def num_keys(self) -> int:
+        """How many keys the mapping shows."""
         return len(self.entries) - len(self._hidden)
 
     def names(self) -> list[str]:
@@ -193,18 +185,19 @@ class Records:
         found = [(name, row.stored_nbytes) for name, row in rows if row is not None and row.has_extents]
         return heapq.nlargest(number, found, key=operator.itemgetter(1))
 
-    def find(self, name: object) -> Entry | None:
+    def shown(self, name: str) -> Entry | None:
         """Return the entry that the mapping shows under ``name``."""
-        entry = self.entries.get(name) if isinstance(name, str) else None
+        entry = self.entries.get(name)
         return None if entry is None or entry in self._hidden else entry
 
-    def __contains__(self, name: str) -> bool:
+    def is_shown(self, name: str) -> bool:
+        """Whether the mapping shows ``name``."""
         if not self._hidden:
             return name in self.entries
         return self.peek(name) is not None
 
     def peek(self, name: str) -> Entry | None:
-        """Return what ``find`` would, only to look at: an unused key costs no more memory afterwards."""
+        """Return what ``shown`` would, only to look at: an unused key costs no more memory afterwards."""
         entry = self.entries.peek(name)
         return None if entry is None or entry in self._hidden else entry
 
@@ -222,7 +215,7 @@ class Records:
         self.next_key_id += number
         return key_id
 
-    def remove(self, entry: Entry) -> None:
+    def _take_out(self, entry: Entry) -> None:
         """Take a settled entry out of the table; its buffer, if any, is the caller's to drop."""
         assert entry.is_settled, entry
         del self.entries[entry.name]
@@ -230,7 +223,7 @@ class Records:
         self.changed.pop(entry, None)
         self.copied.pop(entry, None)
         self._free_landing(entry)
-        self.paging.free(entry)
+        self.free_blocks(entry)
         if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
             self.removed[entry] = None
         entry.row = None
@@ -250,7 +243,7 @@ class Records:
         if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
             alias.before = Stored(entry.row, entry.digests, entry in self.changed, entry.version)
         if entry.parts is not None:
-            self.paging.free(entry)
+            self.free_blocks(entry)
         if entry.row is not None and entry.row.ranges and entry in self.changed:
             self.copied[entry] = entry.row
         entry.row = None
@@ -280,10 +273,10 @@ class Records:
         if entry.is_pending:
             assert self.sealed is not None
             return self.sealed.targets[entry]
-        if entry.landing is not None and self._space.is_streaming(entry.landing):
+        if entry.landing is not None and self.space.is_streaming(entry.landing):
             self._free_landing(entry)  # a stream still reads the older bytes: they stay until it ends
         if entry.landing is None:
-            entry.landing = self._space.take_nowait(entry.nbytes, scratch=entry.scratch)
+            entry.landing = self.space.take_nowait(entry.nbytes, scratch=entry.scratch)
         return entry.landing
 
     def row_for(self, entry: Entry, extents: Extents) -> Row:
@@ -292,12 +285,12 @@ class Records:
         generation = self.generation if entry.is_pending else self.open_generation
         row = _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
         if entry.digests is not None and entry.digests[0] == generation:
-            row = dataclasses.replace(row, digests=entry.digests[1])
+            row = replace(row, digests=entry.digests[1])
         return row
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:
         """Return the row of an inline entry."""
-        return dataclasses.replace(self.row_for(entry, ()), inline=content)
+        return replace(self.row_for(entry, ()), inline=content)
 
     def new_row(self, name: str, spec: Spec, extents: Extents) -> Row:
         """Return the row, without digests, of bytes about to be written under a new key id."""
@@ -305,7 +298,7 @@ class Records:
 
     def landed(self, entry: Entry, row: Row) -> None:
         """Note that the entry's newest bytes are in ``row``, whose extents are its target."""
-        entry.row = row = self.paging.kept(row)
+        entry.row = row = self.kept_row(row)
         if entry.is_pending:
             assert self.sealed is not None
             self.sealed.rows[entry] = row
@@ -318,16 +311,28 @@ class Records:
         self.touch(entry)
         self._free_landing(entry)
         entry.landing = row.extents
-        entry.row = self.paging.kept(row)
+        entry.row = self.kept_row(row)
         entry.state = EntryState.STORED
 
     def parts_written(self, entry: Entry, row: Row, changes: Mapping[int, PageChange]) -> None:
-        """Note that blocks of ``entry`` were written by themselves; see ``Paging.written``."""
+        """Note that blocks of ``entry`` were written by themselves; see ``PagedRows._note_blocks``."""
         is_sealed = not entry.scratch and entry not in self.changed
-        self.paging.written(entry, row, changes, is_sealed=is_sealed, generation=self.open_generation)
+        self._note_blocks(entry, row, changes, is_sealed=is_sealed, generation=self.open_generation)
         entry.outdate()
         if not entry.scratch:
             self.changed[entry] = None
+
+    def adopt_ranges(self, entry: Entry, ranges: tuple[ExternalRange, ...]) -> None:
+        """Note that the bytes of ``entry``, which is new, are those of ``ranges``; their digests are not known yet."""
+        self.touch(entry)
+        entry.row = replace(self.row_for(entry, ()), ranges=ranges)
+        entry.state = EntryState.STORED
+
+    @staticmethod
+    def learn_digests(entry: Entry, row: Row, digests: bytes) -> None:
+        """Note the digests of the external ``row``, which was that of ``entry`` when they were computed."""
+        if entry.row is row:  # no sealed one: that had all digests before
+            entry.row = replace(row, digests=digests)
 
     def put_off(self, entry: Entry) -> None:
         """Note that a write of ``entry`` came to nothing, and is to be started again."""
@@ -337,7 +342,7 @@ class Records:
 
     def lost_target(self, entry: Entry, extents: Extents) -> None:
         """Note that a write to ``extents`` failed: nothing is written there again."""
-        self._space.quarantine(extents)
+        self.space.quarantine(extents)
         if entry.landing == extents:
             entry.landing = None
 
@@ -346,9 +351,9 @@ class Records:
             return
         landing, entry.landing = entry.landing, None
         if entry.row is not None and isinstance(entry.row.pages, Pages):
-            self._space.give_back_when_read(landing, entry.row.pages.readers)
+            self.space.give_back_when_read(landing, entry.row.pages.readers)
         else:
-            self._space.give_back(landing)
+            self.space.give_back(landing)
 
     # Below: generations
 
@@ -356,7 +361,7 @@ class Records:
         """Return a value that changes as long as the running commit comes closer to its end."""
         if self.sealed is None:
             return None
-        num_blocks = self._space.progress.num_blocks if self.sealed.num_pending else 0
+        num_blocks = self.space.progress.num_blocks if self.sealed.num_pending else 0
         return self.sealed.generation, self.sealed.phase, self.sealed.num_pending, num_blocks
 
     @property
@@ -421,10 +426,10 @@ class Records:
             old, entry.committed = entry.committed, row
             if isinstance(row.pages, Pages):
                 row.pages.written()
-            self.paging.give_back(old, row, sealed.parts.get(entry), sealed.freed.get(entry, ()))
+            self._give_back_superseded(old, row, sealed.parts.get(entry), sealed.freed.get(entry, ()))
         for entry in sealed.removed:
             assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
-            self.paging.give_back(entry.committed, None, None, sealed.freed.get(entry, ()))
+            self._give_back_superseded(entry.committed, None, None, sealed.freed.get(entry, ()))
             entry.committed = None
         self.sealed = None
 
@@ -462,7 +467,7 @@ class Records:
         dropped = list(self.changed)
         for entry in dropped:
             self._free_landing(entry)
-            self.paging.free(entry)
+            self.free_blocks(entry)
             self._restore(entry)
         for entry in [entry for entry in self._hidden if entry.state is EntryState.UNDEFINED and not entry.scratch]:
             self._hidden.discard(entry)
@@ -470,7 +475,7 @@ class Records:
         for entry in self.removed:
             in_the_way = self.entries.get(entry.name)
             if in_the_way is not None:  # a scratch key that took the name of a durable one
-                self.remove(in_the_way)
+                self._take_out(in_the_way)
                 dropped.append(in_the_way)
             self.entries[entry.name] = entry
             self._restore(entry)
@@ -500,16 +505,3 @@ def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extent
         key_id=key_id, name=name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
         extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
     )  # fmt: skip
-
-
-def adopted(records: Records, entry: Entry, ranges: tuple[ExternalRange, ...]) -> None:
-    """Note that the bytes of ``entry``, which is new, are those of ``ranges``; its digests are not known yet."""
-    records.touch(entry)
-    entry.row = replace(records.row_for(entry, ()), ranges=ranges)
-    entry.state = EntryState.STORED
-
-
-def learned(entry: Entry, row: Row, digests: bytes) -> None:
-    """Note the digests of the external ``row``, which was that of ``entry`` when they were computed."""
-    if entry.row is row:  # no sealed one: that had all digests before
-        entry.row = replace(row, digests=digests)
