@@ -19,7 +19,7 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.lifetime.opening import CATALOG_NBYTES
 from tiered.tools import cli
 from tiered.tools.cli import main
-from tiered.tools.console.interruption import Interruption
+from tiered.tools.console import Interruption
 from tiered.tools.train.config import RunConfig, RunDials
 from tiered.tools.train.plan import Plan
 from tiered.tools.train.run import Display

@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import chdir
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from tests.store.places import quick_directory, short_files
 from tests.test_docs import PAGES, blocks, moved
 from tiered.bytes.device.profile import PROFILE_NAME
 from tiered.tools.cli import main
+from tiered.tools.doctor.doctor import examined
 
 IN_BLOCKS = {
     line.partition("#")[0].strip()
@@ -84,18 +84,20 @@ def train(run: str) -> None:
         store.commit({"step": 1})
 
 
-@pytest.fixture
-def at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = SimpleNamespace(isatty=lambda: True)
-    monkeypatch.setattr("tiered.tools.console.question.sys", SimpleNamespace(stdin=terminal, stdout=terminal))
+def come_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "y")
+    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a check without an answer ends the process
     monkeypatch.setattr("tiered.tools.bench.command.FULL", FEW)
     monkeypatch.setattr("tiered.tools.bench.command.QUICK", FEW)
 
 
-@pytest.mark.usefixtures("at_a_terminal")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_runs_as_written(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_runs_as_written(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    come_to_a_terminal(monkeypatch)
     words = [STANDS_FOR.get(word, word) for word in shlex.split(moved(command).partition(" > ")[0])][1:]
     for word in words:
         if word.startswith("nvme0/run"):

@@ -18,8 +18,8 @@ import tiered
 from tests.measure.test_bench import TINY as TINY_BENCH
 from tiered.tools.bench.command import BenchRequest, bench
 from tiered.tools.cli import main
-from tiered.tools.doctor.doctor import DoctorReport
-from tiered.tools.doctor.finding import MACHINE, broken, slower
+from tiered.tools.doctor.checks import MACHINE, Finding, Outcome
+from tiered.tools.doctor.doctor import DoctorReport, examined
 
 COMMANDS = ("train", "inspect", "verify", "gc", "doctor", "bench", "import")
 TINY = ("--layers", "1", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB", "--steps", "2")
@@ -118,17 +118,18 @@ def test_a_bench_fits(page: Page, tmp_path: Path) -> None:
     for directory in directories:
         directory.mkdir()
     request = BenchRequest(directories, engine="threads", yes=True)
-    assert bench(request, replace(TINY_BENCH, rounds=1, tensor_rounds=1, engines=())) == 0
+    assert bench(request, replace(TINY_BENCH, rounds=1, tensor_rounds=1)) == 0
     page.check("this writes at most", "machine ", "op   ", "read  ", "write  ", "put  ", "best: engine", "read ")
 
 
-def test_the_doctor_fits(page: Page, tmp_path: Path) -> None:
+def test_the_doctor_fits(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a check without an answer ends the process
     assert main(["doctor", str(tmp_path)]) in (0, 1)
     page.check("ok ")
     words = "this and that and many more words " * 5
     findings = (
-        broken(str(tmp_path), "direct I/O", words, cost=words, mend=words),
-        slower(MACHINE, "a", words, cost="", mend=words),
+        Finding(str(tmp_path), "direct I/O", Outcome.BROKEN, words, words, words),
+        Finding(MACHINE, "a", Outcome.SLOWER, words, mend=words),
     )
     DoctorReport(findings, None).show()  # type: ignore[arg-type]  # the machine is not shown
     page.check("broken  direct I/O", "slower  a           this")
@@ -141,6 +142,7 @@ def modules_after(program: str) -> set[str]:
 
 def test_the_command_line_answers_without_what_is_heavy() -> None:
     calls = [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"], ["trian"]]
+    calls.append(["train", "--dram", "much"])
     found = modules_after(
         "import json, sys\nfrom tiered.tools.cli import main\n"
         f"for call in {calls}: main(call)\n"
@@ -155,3 +157,9 @@ def test_the_package_imports_its_parts_at_their_first_use() -> None:
     found = modules_after("import json, sys, tiered\nprint(json.dumps(sorted(sys.modules)))")
     assert not HEAVY & found
     assert {name for name in found if name.split(".")[0] == "tiered"} == {"tiered", "tiered.errors", "tiered.removed"}
+
+
+def test_the_library_loads_no_tool() -> None:
+    names = "[getattr(tiered, name) for name in tiered.__all__]"
+    found = modules_after(f"import json, sys, tiered\n{names}\nprint(json.dumps(sorted(sys.modules)))")
+    assert "tiered.hf" in found and not [name for name in found if name.startswith("tiered.tools")]

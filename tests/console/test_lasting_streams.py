@@ -14,10 +14,10 @@ import pytest
 
 import tiered
 import tiered.tools.inspect
+from tests.bytes.moving import exit_code_of_child
 from tests.train.test_loop import TINY
 from tiered.tools.cli import main
-from tiered.tools.console.interruption import Interruption
-from tiered.tools.console.lasting_streams import _fill_descriptors, lasting_streams
+from tiered.tools.console import Interruption, lasting_streams
 from tiered.tools.inspect import find_run
 from tiered.tools.train.task import Loader
 
@@ -38,34 +38,17 @@ def arguments(tmp_path: Path) -> list[str]:
     return ["train", *TINY, "--data", str(text), "--store", str(tmp_path / "run"), "--steps", "3"]
 
 
-def test_a_run_whose_reader_is_gone_makes_all_of_its_steps(tmp_path: Path, unread: io.TextIOWrapper) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_run_whose_reader_is_gone_makes_all_of_its_steps(
+    is_closed: bool, tmp_path: Path, unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_closed:
+        monkeypatch.setattr(sys, "stdout", None)
     assert main(arguments(tmp_path)) == 0
     found = find_run([tmp_path / "run"])
     assert found is not None and found.state["step"] == 3
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert main(["verify", str(tmp_path / "run")]) == 0
-
-
-def test_a_run_without_a_standard_output_makes_all_of_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(arguments(tmp_path)) == 0
-    found = find_run([tmp_path / "run"])
-    assert found is not None and found.state["step"] == 3
-
-
-def test_the_doctors_status_is_that_of_the_machine_whoever_reads(
-    unread: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for status in (0, 1):
-
-        def show(*_: object, status: int = status) -> int:
-            print("a table", flush=True)
-            return status
-
-        monkeypatch.setattr("tiered.tools.doctor.doctor.doctor", show)
-        assert main(["doctor"]) == status
 
 
 def test_what_is_left_in_a_buffer_does_not_fail_at_the_end(unread: io.TextIOWrapper) -> None:
@@ -84,21 +67,14 @@ def test_output_that_finds_no_space_is_said_to_be(
     assert capsys.readouterr().err == "tiered: No space left on device: /dev/full\n"
 
 
-def test_closed_descriptors_are_not_given_to_a_stores_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[int] = []
-    real = os.fstat
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_closed_descriptors_are_not_given_to_a_stores_files(stream: int) -> None:
+    def run() -> None:
+        os.close(stream)
+        with lasting_streams():
+            assert os.open(os.devnull, os.O_RDONLY) > 2
 
-    def fstat(number: int) -> os.stat_result:
-        if number == 1:
-            raise OSError(9, "Bad file descriptor")
-        return real(number)
-
-    monkeypatch.setattr(os, "fstat", fstat)
-    monkeypatch.setattr(os, "open", lambda *_: 1)
-    monkeypatch.setattr(os, "dup2", lambda old, new: opened.append(new))
-
-    _fill_descriptors()
-    assert opened == [1]
+    assert exit_code_of_child(run) == 0
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
@@ -135,16 +111,19 @@ def test_sigterm_in_a_step_commits_it_and_ends_with_its_own_status(
     assert "stopped by SIGTERM; the run is resumable from step 2" in said.out
 
 
-def test_a_second_signal_of_another_kind_ends_the_process_with_its_status(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("second", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_a_request_and_the_second_ends_the_process_with_its_status(
+    second: signal.Signals, status: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     statuses: list[int] = []
     monkeypatch.setattr("os._exit", statuses.append)
-    with Interruption("stopping soon", lambda: "gone", signals=(signal.SIGINT, signal.SIGTERM)):
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption("stopping soon", lambda: "gone", signals=(signal.SIGINT, signal.SIGTERM)) as interruption:
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-    assert statuses == [143]
-    assert "gone" in capfd.readouterr().err
+        assert interruption.requested and not statuses and capfd.readouterr().err == "\nstopping soon\n"
+        signal.raise_signal(second)
+    assert statuses == [status] and "gone" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_signal_whose_notice_nobody_reads_is_a_request_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tiered.tools.console.page import columns, fold, page_width, say, shorten
+from tiered.tools.console import columns, fold, page_width, say
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,3 @@ def test_a_name_without_room_is_shortened_on_a_terminal_alone(
     else:
         assert lines[0] == name and lines[1].strip() == "1,000" and len(lines[1]) == 60
     assert lines[-1].split() == ["short", "1"]
-
-
-def test_shortened_names_keep_both_ends() -> None:
-    assert [shorten("abcdefghij", most) for most in (10, 9, 7)] == ["abcdefghij", "abc...hij", "ab...ij"]

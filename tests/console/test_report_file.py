@@ -12,7 +12,7 @@ from tests.store.test_leftovers import plant
 from tests.train.test_loop import TINY
 from tiered.errors import UsageError
 from tiered.tools.cli import main
-from tiered.tools.console.report_file import check_writable
+from tiered.tools.console import check_writable
 
 
 def test_gc_removes_nothing_before_its_report_can_be_written(

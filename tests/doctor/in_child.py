@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from tests.bytes.moving import exit_code_of_child
-from tiered.tools.doctor.finding import Finding, Outcome
+from tiered.tools.doctor.checks import Finding, Outcome
 
 __all__ = ["found_in_child"]
 

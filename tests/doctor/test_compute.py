@@ -13,10 +13,10 @@ import torch
 from tests.bytes.registrars import WatchedRegistrar
 from tests.doctor.in_child import found_in_child
 from tiered.bytes.registrar import add_registrar
-from tiered.tools.doctor import machine
-from tiered.tools.doctor.doctor import examine
-from tiered.tools.doctor.finding import Finding, Outcome
-from tiered.tools.doctor.machine import (
+from tiered.tools.doctor import checks
+from tiered.tools.doctor.checks import (
+    Finding,
+    Outcome,
     check_compact_kernels,
     check_compute_device,
     check_driver,
@@ -24,6 +24,7 @@ from tiered.tools.doctor.machine import (
     check_unified_memory,
     machine_checks,
 )
+from tiered.tools.doctor.doctor import examine
 from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
 
 
@@ -46,7 +47,7 @@ def test_a_network_interface_that_is_not_there() -> None:
 
 def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "missing")
+    monkeypatch.setattr(checks, "_NVIDIA", tmp_path / "missing")
     findings = examine([machine_checks()[1]], 120)
     assert [finding.outcome for finding in findings] == 4 * [Outcome.OK]
     assert all(finding.found.startswith("not there: ") for finding in findings)
@@ -55,11 +56,11 @@ def test_without_a_gpu_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.Mo
 def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(type="sim doctor", index=0)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
-    finding = machine.check_pinned_memory()
+    finding = checks.check_pinned_memory()
     assert finding.outcome is Outcome.BROKEN and "no registrar is known" in finding.found
     registrar = WatchedRegistrar()
     add_registrar("sim doctor", registrar)
-    finding = machine.check_pinned_memory()
+    finding = checks.check_pinned_memory()
     assert finding.outcome is Outcome.OK and "page-locked for sim doctor" in finding.found
     assert registrar.num_registered == registrar.num_unregistered == 1
 
@@ -73,7 +74,7 @@ def test_memory_is_page_locked_by_the_registrar_of_the_accelerator(monkeypatch: 
 )
 def test_the_version_of_the_driver(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "version").write_text(text)
-    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(checks, "_NVIDIA", tmp_path / "version")
     assert check_driver().found == says
 
 
@@ -96,7 +97,7 @@ def test_a_gpu_that_torch_does_not_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: str | None, outcome: Outcome, says: str
 ) -> None:
     (tmp_path / "version").touch()
-    monkeypatch.setattr(machine, "_NVIDIA", tmp_path / "version")
+    monkeypatch.setattr(checks, "_NVIDIA", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     finding = check_compute_device()
@@ -108,17 +109,21 @@ def test_numba_that_compiles() -> None:
     assert finding.outcome is Outcome.OK and finding.found.endswith("compiles them")
 
 
-def test_numba_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("source", "says", "mend"),
+    [
+        (None, "not there", INSTALL_COMPACT),
+        ("raise ImportError('Numba needs an older NumPy')", "needs an older NumPy", "pip install --upgrade numba"),
+    ],
+)
+def test_numba_that_is_missing_or_does_not_start(
+    source: str | None, says: str, mend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
+    if source is not None:
+        (tmp_path / "numba.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "numba")
+        monkeypatch.syspath_prepend(tmp_path)
     finding = check_compact_kernels()
-    assert finding.outcome is Outcome.SLOWER and "numba" in finding.found and "not there" in finding.found
-    assert (finding.cost, finding.mend) == (COMPACT_COST, INSTALL_COMPACT)
-
-
-def test_numba_that_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs an older NumPy')")
-    monkeypatch.delitem(sys.modules, "numba", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    finding = check_compact_kernels()
-    assert finding.outcome is Outcome.SLOWER and "needs an older NumPy" in finding.found
-    assert (finding.cost, finding.mend) == (COMPACT_COST, "pip install --upgrade numba")
+    assert finding.outcome is Outcome.SLOWER and says in finding.found
+    assert (finding.cost, finding.mend) == (COMPACT_COST, mend)

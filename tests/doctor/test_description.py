@@ -16,8 +16,7 @@ import torch
 import tiered
 from tiered.bytes import kernel_file
 from tiered.bytes.device.mount import Mount, find_mount, mounts
-from tiered.tools.doctor.description import machine_description
-from tiered.tools.doctor.drive import find_block_device
+from tiered.tools.doctor.description import find_block_device, machine_description
 
 
 def plant(root: Path, files: dict[str, str]) -> Path:

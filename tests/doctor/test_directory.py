@@ -18,12 +18,19 @@ from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND
 from tiered.bytes.device.profile import PROFILE_NAME, Profile, write_profile
-from tiered.tools.doctor import directory as directory_module
-from tiered.tools.doctor import drive as drives
-from tiered.tools.doctor.directory import check_drives, check_flush, check_profile, directory_checks, drive_checks
+from tiered.tools.doctor import checks as checks_module
+from tiered.tools.doctor import description as drives
+from tiered.tools.doctor.checks import (
+    Finding,
+    Outcome,
+    check_drives,
+    check_flush,
+    check_profile,
+    directory_checks,
+    drive_checks,
+)
+from tiered.tools.doctor.description import by_drive
 from tiered.tools.doctor.doctor import examine
-from tiered.tools.doctor.drive import by_drive
-from tiered.tools.doctor.finding import Finding, Outcome
 from tiered.units import MiB
 
 Mount = Callable[..., Path]
@@ -67,12 +74,10 @@ class TestPlaces:
         assert found["writing"].outcome is Outcome.OK
         assert not os.listdir(tmp_path)
 
-    def test_a_missing_one(self, tmp_path: Path) -> None:
+    def test_a_missing_one_and_a_file(self, tmp_path: Path) -> None:
         (finding,) = found_in(tmp_path / "two words").values()
         assert (finding.check, finding.outcome) == ("writing", Outcome.BROKEN)
         assert "No such file" in finding.found and finding.mend == f"mkdir -p -m 700 '{tmp_path}/two words'"
-
-    def test_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         (finding,) = found_in(tmp_path / "file").values()
         assert finding.outcome is Outcome.BROKEN and "Not a directory" in finding.found
@@ -166,9 +171,9 @@ class TestFlush:
             now += took_s
 
         monkeypatch.setattr(os, "fdatasync", flush)
-        monkeypatch.setattr(directory_module.time, "perf_counter", lambda: now)
+        monkeypatch.setattr(checks_module.time, "perf_counter", lambda: now)
         drive = SimpleNamespace(kind="local", block_device=SimpleNamespace(write_cache=cache))
-        monkeypatch.setattr(directory_module, "directory_description", lambda directory: drive)
+        monkeypatch.setattr(checks_module, "directory_description", lambda directory: drive)
         finding = check_flush(str(tmp_path))
         assert finding.outcome is outcome and says in finding.found
 

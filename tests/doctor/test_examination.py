@@ -19,9 +19,8 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tiered.tools.cli import main
 from tiered.tools.doctor import doctor as doctor_module
-from tiered.tools.doctor.directory import directory_checks
+from tiered.tools.doctor.checks import Check, Finding, broken, directory_checks, ok
 from tiered.tools.doctor.doctor import examine
-from tiered.tools.doctor.finding import Check, Finding, broken, ok
 
 ANSWER_S = 60.0  # longer than what does not hang takes anywhere
 DEADLINES_S = (0.5, 2.0, 20.0)  # the next one where the machine is too busy to begin within the last
@@ -29,11 +28,11 @@ DEADLINES_S = (0.5, 2.0, 20.0)  # the next one where the machine is too busy to 
 
 def check(run: Callable[[], object], name: str = "trial", *, is_essential: bool = False) -> Check:
     """Return a check that is fine when ``run`` returns, and says what that was."""
-    return Check("here", name, lambda: ok("here", name, str(run())), is_essential=is_essential)
+    return Check("here", name, lambda: ok(str(run())), is_essential=is_essential)
 
 
 def refuse() -> Finding:
-    return broken("here", "first", "no", cost="all", mend="nothing")
+    return broken("no", cost="all", mend="nothing")
 
 
 def told(findings: list[Finding]) -> list[tuple[str, str]]:
@@ -147,11 +146,11 @@ def test_closed_streams_are_in_nobodys_way(closed: tuple[int, ...], tmp_path: Pa
 def test_a_command_with_a_check_that_hangs_ends(is_interrupted: bool, warm_python: WarmPython) -> None:
     program = (
         "import os, signal, threading, tiered.tools.cli\n"
-        "from tiered.tools.doctor import directory, doctor\n"
+        "from tiered.tools.doctor import checks, doctor\n"
         "def hang(place):\n"
         f"    if {is_interrupted}: os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait()\n"
-        "directory.check_flush = hang\n"
+        "checks.check_flush = hang\n"
         f"doctor.examined.__defaults__ = ({ANSWER_S if is_interrupted else 2.0},)\n"
         "raise SystemExit(tiered.tools.cli.main(['doctor', '/dev/shm', '--json', '-']))\n"
     )

@@ -14,16 +14,18 @@ import pytest
 from tests.doctor.in_child import found_in_child
 from tests.seccomp import forbid
 from tiered.bytes.device.engines import probe_uring
-from tiered.tools.doctor import machine
-from tiered.tools.doctor.doctor import examine
-from tiered.tools.doctor.finding import MACHINE, Finding, Outcome
-from tiered.tools.doctor.machine import (
+from tiered.tools.doctor import checks
+from tiered.tools.doctor.checks import (
+    MACHINE,
+    Finding,
+    Outcome,
     check_huge_pages,
     check_io_uring,
     check_memlock,
     check_open_files,
     machine_checks,
 )
+from tiered.tools.doctor.doctor import examine
 from tiered.units import KiB
 
 _PR_SET_THP_DISABLE = 41
@@ -78,7 +80,7 @@ class TestIOUring:
     def test_forbidden_by_the_administrator(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         setting = tmp_path / "io_uring_disabled"
         setting.write_text("2\n")
-        monkeypatch.setattr(machine, "_IO_URING_SETTING", setting)
+        monkeypatch.setattr(checks, "_IO_URING_SETTING", setting)
         finding = found_after(lambda: forbid(["io_uring_setup"], errno.EPERM), check_io_uring)
         assert f"{setting} says 2" in finding.found
         assert "sysctl kernel.io_uring_disabled=0" in finding.mend
@@ -131,20 +133,14 @@ class TestMemory:
         assert finding.outcome is Outcome.OK and "without io_uring" in finding.found
 
 
-class TestOpenFiles:
-    """The limit on open files."""
-
-    def test_a_low_one_that_may_be_raised(self) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)), check_open_files)
-        assert finding.outcome is Outcome.BROKEN
-        assert "the limit is 64, " in finding.found and finding.mend.startswith("ulimit -n ")
-
-    def test_a_low_one_that_may_not(self) -> None:
-        finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)), check_open_files)
-        assert finding.outcome is Outcome.BROKEN and "limits.conf" in finding.mend
+@pytest.mark.parametrize("may_be_raised", [True, False])
+def test_a_low_limit_on_open_files(may_be_raised: bool) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if may_be_raised else 64
+    finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)), check_open_files)
+    assert finding.outcome is Outcome.BROKEN and "the limit is 64, " in finding.found
+    assert finding.mend.startswith("ulimit -n ") == may_be_raised and ("limits.conf" in finding.mend) != may_be_raised
 
 
 def test_an_old_sqlite_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.sqlite3, "sqlite_version_info", (3, 22, 0))
-    assert machine.check_sqlite().outcome is Outcome.BROKEN
+    monkeypatch.setattr(checks.sqlite3, "sqlite_version_info", (3, 22, 0))
+    assert checks.check_sqlite().outcome is Outcome.BROKEN

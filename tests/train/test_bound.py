@@ -105,7 +105,7 @@ def test_the_bandwidth_of_directories_is_that_of_each_drive_once(
 ) -> None:
     """Two file systems of one disk share it."""
     disks = {tmp_path / "a": ("sda",), tmp_path / "b": ("sda",), tmp_path / "c": ("sdb",)}
-    monkeypatch.setattr("tiered.tools.doctor.drive._disks", lambda directory: disks[Path(directory)])
+    monkeypatch.setattr("tiered.tools.doctor.description._disks", lambda directory: disks[Path(directory)])
     for directory in disks:
         directory.mkdir()
         write_profile(directory, PROFILE)

@@ -19,9 +19,7 @@ from typer.exceptions import TyperException
 from tiered import __version__
 from tiered.errors import TieredError
 from tiered.removed import removed_option
-from tiered.tools.console.interruption import INTERRUPTED
-from tiered.tools.console.lasting_streams import lasting_streams
-from tiered.tools.console.page import fold
+from tiered.tools.console import INTERRUPTED, fold, lasting_streams
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]

@@ -17,7 +17,7 @@ from tiered.interop.saving import cast
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
-from tiered.tools.console.question import confirm
+from tiered.tools.console import confirm
 from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.layout import SegmentSpec, UnitLayout, committed_layouts

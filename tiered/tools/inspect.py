@@ -27,9 +27,7 @@ from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_fil
 from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
-from tiered.tools.console.page import columns, fold, say
-from tiered.tools.console.question import confirm
-from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.console import check_writable, columns, confirm, fold, say, write_report
 from tiered.units import MiB, divide_up, format_bytes
 from tiered.zero.formats.codec import divide
 from tiered.zero.formats.layout import FORMATS, Layouts

@@ -19,12 +19,9 @@ from tiered.tools.bench.report import BenchReport, DirectoryReport, compute_verd
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
 from tiered.tools.bench.suite import Suite, measure_together
-from tiered.tools.console.interruption import INTERRUPTED, Interruption
-from tiered.tools.console.page import say
-from tiered.tools.console.question import confirm
-from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.console import INTERRUPTED, Interruption, check_writable, confirm, say, write_report
+from tiered.tools.doctor.checks import drive_checks
 from tiered.tools.doctor.description import DirectoryDescription, machine_description
-from tiered.tools.doctor.directory import drive_checks
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]

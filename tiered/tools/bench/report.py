@@ -17,8 +17,7 @@ from typing import Any
 from tiered.bytes.device.profile import LinkProfile, Profile
 from tiered.tools.bench.rounds import Latency
 from tiered.tools.bench.settings import BenchSettings
-from tiered.tools.doctor.description import MachineDescription
-from tiered.tools.doctor.drive import by_drive
+from tiered.tools.doctor.description import MachineDescription, by_drive
 from tiered.units import format_bytes, format_short
 
 __all__ = [

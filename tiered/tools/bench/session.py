@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tiered.bytes.device.profile import write_profile
 from tiered.tools.bench.report import BenchReport
 from tiered.tools.bench.settings import BenchSettings
-from tiered.tools.console.page import fold, say
+from tiered.tools.console import fold, say
 
 __all__ = ["Session"]
 

@@ -43,8 +43,7 @@ from tiered.tools.bench.rounds import DEMAND_OPS, OPS, Latency, Pattern, Round, 
 from tiered.tools.bench.scratch_file import Fio, FioError, FioRound, ScratchFile, forget
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TENSOR_WARM_UPS, BenchSettings
-from tiered.tools.doctor.description import DirectoryDescription
-from tiered.tools.doctor.drive import BlockDevice, find_block_device
+from tiered.tools.doctor.description import BlockDevice, DirectoryDescription, find_block_device
 from tiered.units import MiB, divide_up, format_bytes
 
 __all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "read_smart", "row_of"]

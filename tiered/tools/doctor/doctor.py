@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,13 +19,18 @@ from rich.text import Text
 
 from tiered.bytes import kernel_file
 from tiered.bytes.critical_section import BoundedThread
-from tiered.tools.console.interruption import INTERRUPTED
-from tiered.tools.console.page import fold, page_width
-from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.console import INTERRUPTED, check_writable, fold, page_width, write_report
+from tiered.tools.doctor.checks import (
+    MACHINE,
+    Check,
+    Finding,
+    Outcome,
+    broken,
+    directory_checks,
+    drive_checks,
+    machine_checks,
+)
 from tiered.tools.doctor.description import MachineDescription, machine_description
-from tiered.tools.doctor.directory import directory_checks, drive_checks
-from tiered.tools.doctor.finding import MACHINE, Check, Finding, Outcome, broken
-from tiered.tools.doctor.machine import machine_checks
 
 __all__ = ["DoctorReport", "doctor", "examine", "examined"]
 
@@ -35,7 +40,6 @@ _GRACE_S = 5.0  # after the deadline, for a check that lets no other thread run
 _THREAD = "tiered-doctor"
 _SEE_LOG = "see the kernel log (dmesg) for the reason"
 _VERSION = 1
-_WORST_FIRST = tuple(Outcome)
 _STYLES = {Outcome.BROKEN: "bold red", Outcome.SLOWER: "yellow", Outcome.OK: "green"}
 
 
@@ -78,9 +82,14 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     """
     # Not realpath: a link that leads to a drive that hangs must not be followed here.
     paths = list(dict.fromkeys(os.path.abspath(directory) for directory in directories))
-    findings = examine([*map(directory_checks, paths), drive_checks(paths), *machine_checks()], deadline_s)
-    answered = [path for path in paths if len(directory_checks(path)) == sum(f.subject == path for f in findings)]
+    groups = [directory_checks(path) for path in paths]
+    findings = examine([*groups, drive_checks(paths), *machine_checks()], deadline_s)
+    answered = [path for path, checks in zip(paths, groups, strict=True) if len(_of(path, findings)) == len(checks)]
     return DoctorReport.of(findings, machine_description(answered))
+
+
+def _of(subject: str, findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.subject == subject]
 
 
 def examine(groups: Sequence[Sequence[Check]], deadline_s: float) -> list[Finding]:
@@ -117,8 +126,8 @@ class _Trial(BoundedThread):
                 finding = check.run()
             except Exception as error:
                 failed = f"the trial failed: {str(error) or repr(error)}"[:1000]
-                finding = broken(check.subject, check.name, failed, cost="not known", mend=_SEE_LOG)
-            self._found.append(finding)
+                finding = broken(failed, cost="not known", mend=_SEE_LOG)
+            self._found.append(replace(finding, subject=check.subject, check=check.name))
             if check.is_essential and finding.outcome is Outcome.BROKEN:
                 return
 
@@ -131,7 +140,7 @@ class _Trial(BoundedThread):
             if "State:\tD" in (kernel_file.text(Path(f"/proc/self/task/{self.native_id}/status")) or ""):
                 what += "; the trial hangs in the kernel, and this process ends when the kernel lets the trial go"
             cost = "whatever needs it hangs as well; what comes after it was not tried"
-            found.append(broken(check.subject, check.name, what, cost=cost, mend=_SEE_LOG))
+            found.append(Finding(check.subject, check.name, Outcome.BROKEN, what, cost, _SEE_LOG))
         return found
 
 
@@ -169,25 +178,26 @@ class DoctorReport:
     @classmethod
     def of(cls, findings: Sequence[Finding], machine: MachineDescription) -> DoctorReport:
         """Return the report of ``findings`` in any order; within an outcome the machine's come first."""
-
-        def place(finding: Finding) -> tuple[int, bool]:
-            return _WORST_FIRST.index(finding.outcome), finding.subject != MACHINE
-
-        return cls(tuple(sorted(findings, key=place)), machine)
+        worst_first = list(Outcome)
+        in_order = sorted(findings, key=lambda one: (worst_first.index(one.outcome), one.subject != MACHINE))
+        return cls(tuple(in_order), machine)
 
     @property
     def status(self) -> int:
         """The exit status: 1 if something is broken."""
-        return int(bool(self._of(Outcome.BROKEN)))
+        return int(any(finding.outcome is Outcome.BROKEN for finding in self.findings))
 
     @property
     def verdict(self) -> str:
         """One line that says what to do."""
-        wrong, slow = self._of(Outcome.BROKEN), self._of(Outcome.SLOWER)
-        if wrong:
-            return f"{_counted(wrong)} broken here: {_named(wrong)}; mend that before training"
-        if slow:
-            return f"everything works here, and {_counted(slow)} slower than could be: {_named(slow)}"
+        for outcome, says in (
+            (Outcome.BROKEN, "{} broken here: {}; mend that before training"),
+            (Outcome.SLOWER, "everything works here, and {} slower than could be: {}"),
+        ):
+            found = [finding for finding in self.findings if finding.outcome is outcome]
+            names = [f"{one.check} in {one.subject}" if one.subject != MACHINE else one.check for one in found]
+            if names:
+                return says.format("1 thing is" if len(names) == 1 else f"{len(names)} things are", ", ".join(names))
         return "everything works here"
 
     def as_json(self) -> dict[str, object]:
@@ -199,36 +209,15 @@ class DoctorReport:
         console = console or Console(width=page_width())
         margin = 10 + max((len(finding.check) for finding in self.findings), default=0)
         for finding in self.findings:
-            word = finding.outcome.value
-            head, *others = _lines(finding)
+            word, subject = finding.outcome.value, finding.subject
+            head = finding.found if subject == MACHINE else f"{subject}: {finding.found}"
             lines = fold(f"{f'{word:<7} {finding.check}':<{margin}}{head}", indent=margin, width=console.width)
-            for other in others:
-                lines += fold(f"{' ' * margin}{other}", indent=margin + 7, width=console.width)
+            mend = "mend:" if finding.cost else "next:"
+            for label, words in (("costs:", finding.cost), (mend, finding.mend)):
+                if words:
+                    lines += fold(f"{' ' * margin}{label:<7}{words}", indent=margin + 7, width=console.width)
             # Text, not str: a finding may contain brackets, which a string would lose as markup.
             text = Text.assemble((word, _STYLES[finding.outcome]), "\n".join(lines)[len(word) :])
             console.print(text, soft_wrap=True, highlight=False)
         for line in fold(self.verdict, indent=2, width=console.width):
             console.print(Text(line, style="bold"), soft_wrap=True)
-
-    def _of(self, outcome: Outcome) -> list[Finding]:
-        return [finding for finding in self.findings if finding.outcome is outcome]
-
-
-def _lines(finding: Finding) -> list[str]:
-    where = "" if finding.subject == MACHINE else f"{finding.subject}: "
-    lines = [f"{where}{finding.found}"]
-    if finding.cost:
-        lines.append(f"costs: {finding.cost}")
-    if finding.mend:
-        lines.append(f"mend:  {finding.mend}" if finding.cost else f"next:  {finding.mend}")
-    return lines
-
-
-def _counted(findings: Sequence[Finding]) -> str:
-    return "1 thing is" if len(findings) == 1 else f"{len(findings)} things are"
-
-
-def _named(findings: Sequence[Finding]) -> str:
-    return ", ".join(
-        finding.check if finding.subject == MACHINE else f"{finding.check} in {finding.subject}" for finding in findings
-    )

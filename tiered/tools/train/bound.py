@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tiered.bytes.device.profile import load_link_profile, load_profile
-from tiered.tools.doctor.drive import by_drive
+from tiered.tools.doctor.description import by_drive
 
 __all__ = ["Bandwidth", "Bound", "matrix_flop_per_s", "profiled_bandwidth", "profiled_link"]
 

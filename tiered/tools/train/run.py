@@ -25,10 +25,7 @@ from rich.table import Column
 
 import tiered
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.tools.console.interruption import Interruption
-from tiered.tools.console.page import fold, page_width, say
-from tiered.tools.console.question import confirm
-from tiered.tools.console.report_file import check_writable, write_report
+from tiered.tools.console import Interruption, check_writable, confirm, fold, page_width, say, write_report
 from tiered.tools.inspect import find_run, holds_any_file, holds_store, remove_store
 from tiered.tools.train.bound import matrix_flop_per_s
 from tiered.tools.train.config import DTYPES, RunConfig, RunDials, committed_step

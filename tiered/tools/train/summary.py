@@ -27,7 +27,7 @@ import tiered
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER, Interval
 from tiered.tiers.device_clock import COMPUTE, UPDATE
-from tiered.tools.console.report_file import write_report
+from tiered.tools.console import write_report
 from tiered.tools.train.bound import Bound, profiled_bandwidth, profiled_link
 from tiered.tools.train.plan import Plan
 from tiered.units import format_bytes
