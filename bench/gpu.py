@@ -37,7 +37,7 @@ from bench.gpu_runs import in_device_memory, train
 from bench.gpu_sizes import IN_MEMORY, INTERIOR, LAYERS, TINY, Machine, Sizes, io_bound, sizes_for
 from tiered.tools.bench.command import BenchRequest, bench
 from tiered.tools.bench.settings import QUICK
-from tiered.tools.train.bound import matrix_flop_per_s, profiled_bandwidth
+from tiered.tools.train.summary import matrix_flop_per_s, profiled_bandwidth
 from tiered.units import GiB, MiB, format_bytes
 from tiered.zero.compute_device import describe_device, named_device
 

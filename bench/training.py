@@ -40,7 +40,7 @@ from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.transfers import transfer
 from tiered.store.waiting.recorder import CALLER
-from tiered.tools.train.bound import Bound, profiled_bandwidth
+from tiered.tools.train.summary import Bound, profiled_bandwidth
 from tiered.tools.train.task import GPT, Shape
 from tiered.units import MiB, format_bytes, format_count, parse_bytes
 

@@ -39,7 +39,7 @@ from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TIER_WARM_UPS, BenchSettings
 from tiered.tools.cli import main
 from tiered.tools.doctor.description import machine_description
-from tiered.tools.train.bound import profiled_link
+from tiered.tools.train.summary import profiled_link
 from tiered.units import KiB, MiB
 
 TINY = replace(

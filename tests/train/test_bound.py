@@ -11,7 +11,7 @@ import pytest
 
 import tiered
 from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
-from tiered.tools.train.bound import Bandwidth, Bound, profiled_bandwidth, profiled_link
+from tiered.tools.train.summary import Bandwidth, Bound, profiled_bandwidth, profiled_link
 
 PROFILE = Profile(
     engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,

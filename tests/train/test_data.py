@@ -87,17 +87,6 @@ def test_a_batch_depends_on_seed_and_number_alone(folder: Path) -> None:
     assert len({tuple(batch.flatten().tolist()) for batch in first}) == 4
 
 
-def test_a_resumed_loader_goes_on_where_the_other_was(folder: Path) -> None:
-    corpus = Corpus.of_paths([folder])
-    loader = Loader(corpus, batch=2, context=8, seed=3)
-    for _ in range(5):
-        next(loader)
-    resumed = Loader(corpus, batch=2, context=8, seed=3)
-    resumed.load_state_dict(loader.state_dict())
-    for _ in range(3):
-        assert all(torch.equal(one, other) for one, other in zip(next(resumed), next(loader), strict=True))
-
-
 def test_a_state_of_other_data_is_refused_with_what_differs(folder: Path) -> None:
     state = Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).state_dict()
     (folder / "d.txt").write_bytes(b"more")
@@ -112,18 +101,6 @@ def test_data_that_changed_under_the_same_name_and_size_is_refused(folder: Path)
     (folder / "a.txt").write_bytes(b"First")
     with pytest.raises(UsageError, match=r"other data.*fingerprint: was '2-"):
         Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).load_state_dict(state)
-
-
-def test_a_state_that_knows_its_data_by_names_and_sizes_is_gone_on_with(folder: Path) -> None:
-    loader = Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0)
-    loader.load_state_dict({**loader.state_dict(), "fingerprint": "74de2bcb1917283d", "position": 3})
-    assert loader.position == 3
-    assert loader.state_dict()["fingerprint"] == loader.corpus.fingerprint, "and is known by content from now on"
-    (folder / "d.txt").write_bytes(b"more")
-    with pytest.raises(UsageError, match="other data"):
-        Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).load_state_dict(
-            {**loader.state_dict(), "fingerprint": "74de2bcb1917283d"}
-        )
 
 
 def test_large_data_is_known_by_blocks_from_its_first_byte_to_its_last(tmp_path: Path) -> None:

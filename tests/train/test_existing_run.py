@@ -43,8 +43,12 @@ def keys(run: Path) -> set[str]:
 def test_a_key_of_a_model_is_dropped_only_once_that_is_agreed_to(
     damaged: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    with tiered.Store(damaged, dram="16MiB", mode="r") as store:
+        offsets = [str(record.extents[0].offset) for record in store.records()]
     assert main(["verify", str(damaged), "--drop", KEY, "--drop", "other"]) == 2
-    assert f"--drop of '{KEY}' ends the training run for good" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert f"--drop of '{KEY}' ends the training run for good" in said.err
+    assert all(word in said.out for word in (KEY, "other", str(damaged / "data-000"), *offsets))
     assert keys(damaged) == {KEY, "other"}
     with monkeypatch.context() as terminal:
         terminal.setattr("sys.stdin.isatty", lambda: True)

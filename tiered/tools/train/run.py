@@ -27,10 +27,9 @@ import tiered
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.tools.console import Interruption, check_writable, confirm, fold, page_width, say, write_report
 from tiered.tools.inspect import find_run, holds_any_file, holds_store, remove_store
-from tiered.tools.train.bound import matrix_flop_per_s
 from tiered.tools.train.config import DTYPES, RunConfig, RunDials, committed_step
 from tiered.tools.train.plan import Plan
-from tiered.tools.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, write_timeline
+from tiered.tools.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, matrix_flop_per_s, write_timeline
 from tiered.tools.train.task import GPT, Corpus, Loader
 from tiered.units import MiB, spell_bytes, spell_count
 from tiered.zero.compute_device import named_device

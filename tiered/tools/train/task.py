@@ -166,11 +166,6 @@ class Corpus:
         root = Path(sysconfig.get_paths()["stdlib"])
         return cls(_walk(root, suffix=".py"), name=f"the source of Python's standard library, {root}")
 
-    @property
-    def outline(self) -> str:
-        """A digest of the names' last parts and the sizes of all files, by which runs of format 1 know their data."""
-        return self._outline().hexdigest()[:16]
-
     @cached_property
     def fingerprint(self) -> str:
         """A digest of names, sizes and content: another one means another corpus; blocks while it reads, once.
@@ -178,7 +173,9 @@ class Corpus:
         It sees every byte of a corpus of up to 64 MiB; of a larger one 256 blocks of 256 KiB, evenly spread, the first
         and the last among them: a change between them that leaves all sizes as they are is not seen.
         """
-        digest = self._outline()
+        digest = hashlib.sha256()
+        for file, end in zip(self._files, self._ends, strict=True):
+            digest.update(f"{end} {file.name}\n".encode("utf-8", "surrogateescape"))
         offsets: Iterable[int] = range(0, self.nbytes, _SAMPLE_NBYTES)
         if self.nbytes > _NUM_SAMPLES * _SAMPLE_NBYTES:
             room = self.nbytes - _SAMPLE_NBYTES
@@ -186,12 +183,6 @@ class Corpus:
         for offset in offsets:
             digest.update(self.read(offset, min(_SAMPLE_NBYTES, self.nbytes - offset)))
         return f"2-{digest.hexdigest()[:16]}"
-
-    def _outline(self) -> hashlib._Hash:
-        digest = hashlib.sha256()
-        for file, end in zip(self._files, self._ends, strict=True):
-            digest.update(f"{end} {file.name}\n".encode("utf-8", "surrogateescape"))
-        return digest
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return the ``nbytes`` bytes at ``offset`` of the stream; blocks on the files' device."""
@@ -248,8 +239,7 @@ class Loader:
     """An endless iterator of (tokens, targets), each int64 of shape (batch, context); one thread at a time.
 
     Its state is the number of the next batch: register it with a store, and a resumed run draws what the undisturbed
-    one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size;
-    a state of format 1 knows its data by names and sizes alone.
+    one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size.
     """
 
     def __init__(self, corpus: Corpus, *, batch: int, context: int, seed: int) -> None:
@@ -289,11 +279,9 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, int | str]) -> None:
         """Go to the state's position. Raises UsageError, and stays where it is, when the state is another loader's."""
-        known = state.get("fingerprint")
-        identity = self._identity | ({"fingerprint": known} if known == self.corpus.outline else {})
         differing = [
             f"{name}: was {state.get(name)!r}, is {value!r}"
-            for name, value in identity.items()
+            for name, value in self._identity.items()
             if state.get(name) != value
         ]
         if differing:
