@@ -29,8 +29,7 @@ import torch
 
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
 from tiered.bytes.device.engines import open_device
-from tiered.tools.bench.rounds import Pattern, run_round
-from tiered.tools.bench.scratch_file import ScratchFile
+from tiered.tools.bench.rounds import Pattern, ScratchFile, run_round
 from tiered.tools.bench.suite import measure_pairs, row_of
 from tiered.units import GiB, KiB, MiB, format_bytes, parse_bytes
 

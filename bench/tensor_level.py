@@ -42,7 +42,7 @@ import tiered
 from tiered.units import MiB, divide_up, parse_bytes
 
 if TYPE_CHECKING:
-    from tiered.tools.bench.scratch_file import ScratchFile
+    from tiered.tools.bench.rounds import ScratchFile
 
 BLOCK_NBYTES = 4 * MiB  # that a store digests
 CALLERS_NBYTES = 256 * MiB  # of a caller's tensors: more than a processor caches
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    from tiered.tools.bench.scratch_file import ScratchFile  # not for the other tree of a pair
+    from tiered.tools.bench.rounds import ScratchFile  # not for the other tree of a pair
 
     tensors = Tensors(args)
     folder = tempfile.mkdtemp(dir=args.directory, prefix=".tiered-bench-")

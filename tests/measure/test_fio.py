@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.threads import ThreadsDevice
-from tiered.errors import DeviceError
-from tiered.tools.bench.rounds import Pattern
-from tiered.tools.bench.scratch_file import Fio, FioError, ScratchFile, open_file_path
+from tiered.tools.bench.rounds import Fio, FioError, Pattern, ScratchFile
 from tiered.tools.bench.suite import measure_pairs, row_of
 from tiered.units import KiB, MiB
 
@@ -67,44 +60,6 @@ class TestRuns:
     def test_a_program_that_is_no_fio_is_refused(self, scratch: ScratchFile) -> None:
         with pytest.raises(FioError, match="fio did not report: it said nothing"):
             Fio("/bin/true", "io_uring").run(pattern("read"), scratch.path)
-
-    def test_a_file_that_is_not_open_has_no_path(self, tmp_path: Path) -> None:
-        device = ThreadsDevice(tmp_path, num_threads=1)
-        with pytest.raises(DeviceError, match=r"\(scratch\) is not open"):
-            open_file_path(device)
-        device.close()
-
-    def test_files_that_look_alike_are_told_apart(self, tmp_path: Path) -> None:
-        devices = [ThreadsDevice(tmp_path, num_threads=1) for _ in range(3)]
-        for number, device in enumerate(devices):
-            device.grow(SCRATCH, 4096)
-            Path(open_file_path(device)).write_bytes(bytes([number]) * 4096)
-        for number, device in enumerate(devices):
-            assert Path(open_file_path(device)).read_bytes() == bytes([number]) * 4096
-        for device in devices:
-            device.close()
-
-    def test_a_file_on_an_overlay_has_a_path(self, tmp_path: Path) -> None:
-        """Whose files lie on another file system than its directories say."""
-        for name in ("lower", "upper", "merged"):
-            (tmp_path / name).mkdir()
-        tmpfs = ["mount", "-t", "tmpfs", "none", str(tmp_path / "lower")]
-        if os.geteuid() != 0 or subprocess.run(tmpfs, capture_output=True, check=False).returncode:
-            pytest.skip("mounting needs root")
-        with ExitStack() as undo:
-            undo.callback(subprocess.run, ["umount", tmp_path / "lower"], check=True)
-            (tmp_path / "lower/run").mkdir()
-            for name in ("upper/upper", "upper/work"):
-                (tmp_path / name).mkdir()
-            parts = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper/upper,workdir={tmp_path}/upper/work"
-            command = ["mount", "-t", "overlay", "none", "-o", parts, str(tmp_path / "merged")]
-            if subprocess.run(command, capture_output=True, check=False).returncode:
-                pytest.skip("no overlay over these file systems")
-            undo.callback(subprocess.run, ["umount", "--lazy", tmp_path / "merged"], check=True)
-            place = tmp_path / "merged/run"
-            with ScratchFile(place, engine="threads", memory_nbytes=4 * MiB, file_nbytes=FILE, depth=4) as scratch:
-                scratch.write_file()
-                assert os.stat(scratch.path).st_size == FILE
 
 
 def test_the_memory_of_fio_is_in_huge_pages(scratch: ScratchFile, tmp_path: Path) -> None:

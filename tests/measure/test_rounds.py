@@ -13,7 +13,7 @@ import pytest
 
 from tests.devices.counting import CountingDevice
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
+from tiered.bytes.device.base import SCRATCH, Device, Operation
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import ClosedError, DeviceError
 from tiered.tools.bench.rounds import Latency, Pattern, Round, run_round
@@ -101,14 +101,6 @@ class TestRound:
         assert max(found.read_nbytes, found.write_nbytes) == FILE
         for operation in recording.operations:
             assert (operation.offset >= FILE // 2) == operation.is_write
-
-    def test_a_demand_read_is_alone_among_writes(self, device: Device, memory: memoryview) -> None:
-        recording = Recording(device)
-        found = run_round(recording, memory, pattern("demand beside writes", depth=DEPTH - 1, max_nbytes=2 * FILE))
-        assert len(found.read_latencies_s) > 0 < len(found.write_latencies_s)
-        for operation in recording.operations:
-            assert operation.io_class is (IOClass.WRITE if operation.is_write else IOClass.DEMAND)
-        assert [operation.is_write for operation in recording.operations[:DEPTH]] == [False, True, True, True]
 
     def test_it_ends_after_its_seconds(self, device: Device, memory: memoryview) -> None:
         found = run_round(device, memory, pattern(seconds=0.02))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from tiered.bytes.device.mount import find_mount
-from tiered.tools.bench.scratch_file import ScratchFile, forget
+from tiered.tools.bench.rounds import ScratchFile, forget
 from tiered.units import MiB
 
 

@@ -1,9 +1,9 @@
 """The results of a bench: rows for people and for programs, the best settings, and the verdict in one line.
 
-``SCHEMA`` and ``VERSION`` fix the shape of the JSON. Version 3: an object with schema, version, measured_at, machine,
+``SCHEMA`` and ``VERSION`` fix the shape of the JSON. Version 4: an object with schema, version, measured_at, machine,
 settings, results (one object per point, each with at least op, block_bytes, depth, gb_per_s, ratio_to_fio), tensors,
 ratios_to_sum, compute_device (copies, link, swap), verdict; and by directory engines, engine_reasons, fio, sustained,
-smart, demand, swap, best. A figure that was not measured is null. GB are 10^9 bytes; latencies are in seconds.
+swap, best. A figure that was not measured is null. GB are 10^9 bytes; latencies are in seconds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from tiered.tools.doctor.description import MachineDescription, by_drive
 from tiered.units import format_bytes, format_short
 
 __all__ = [
-    "POINT_TITLE", "SCHEMA", "VERSION", "BenchReport", "Best", "ComputeDeviceReport", "CopyRow", "DemandLatency",
-    "DirectoryReport", "LinkRates", "PointRow", "Smart", "SustainedRate", "SwapRates", "TensorRow", "TierRow",
-    "best_of", "compute_verdict_of", "duplex_of", "median_ratio", "move_seconds", "row_title", "spread",
-    "step_seconds", "verdict_of",
+    "POINT_TITLE", "SCHEMA", "VERSION", "BenchReport", "Best", "ComputeDeviceReport", "CopyRow", "DirectoryReport",
+    "LinkRates", "PointRow", "SustainedRate", "SwapRates", "TensorRow", "TierRow", "best_of", "compute_verdict_of",
+    "duplex_of", "median_ratio", "move_seconds", "row_title", "spread", "step_seconds", "verdict_of",
 ]  # fmt: skip
 
 SCHEMA = "tiered-bench"
-VERSION = 3
+VERSION = 4
 
 POINT_TITLE = (
     f"{'op':<6} {'block':>5} {'depth':>5} {'GB/s':>6} {'range':>11} {'fio':>6} {'ratio':>5} "
@@ -37,7 +36,7 @@ POINT_TITLE = (
 
 _BY_DIRECTORY = {
     "engines": "engine", "engine_reasons": "engine_reason", "fio": "fio_engine", "sustained": "sustained",
-    "smart": "smart", "demand": "demand", "swap": "swap", "best": "best",
+    "swap": "swap", "best": "best",
 }  # fmt: skip
 """The keys of the JSON whose values are by directory: the fields of DirectoryReport."""
 
@@ -181,25 +180,6 @@ class SwapRates:
 
 
 @dataclass(frozen=True, slots=True)
-class DemandLatency:
-    """Demand reads of one block, in turn alone and beside writes."""
-
-    block_bytes: int
-    write_depth: int
-    alone: Latency
-    beside_writes: Latency
-    write_gb_per_s: float  # while demand reads went on
-    p99_ratio: float  # how many times longer the 99th of a hundred reads takes beside writes
-
-    def __str__(self) -> str:
-        return (
-            f"a demand read of {format_bytes(self.block_bytes)}: p99 {self.alone.p99_s * 1e3:.2f} ms alone, "
-            f"{self.beside_writes.p99_s * 1e3:.2f} ms beside {self.write_depth} writes in flight "
-            f"({self.p99_ratio:.1f} times, writes at {self.write_gb_per_s:.2f} GB/s)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SustainedRate:
     """One window of a long run."""
 
@@ -207,19 +187,6 @@ class SustainedRate:
     at_s: float  # the window's end, from the start of its op
     gb_per_s: float
     temperature_c: float | None  # None: not readable
-
-
-@dataclass(frozen=True, slots=True)
-class Smart:
-    """The answers of smartctl for one disk: wear and distress. None: not readable."""
-
-    disk: str
-    temperature_c: float | None
-    percentage_used: int | None
-    available_spare: int | None  # percent
-    written_nbytes: int | None
-    media_errors: int | None
-    warning_temperature_minutes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +248,8 @@ class DirectoryReport:
     engine_reason: str = ""
     fio_engine: str | None = None
     rows: list[PointRow] = field(default_factory=list)
-    other_rows: list[PointRow] = field(default_factory=list)  # of other engines
     tensors: list[TensorRow] = field(default_factory=list)
     sustained: list[SustainedRate] = field(default_factory=list)
-    smart: list[Smart] = field(default_factory=list)
-    demand: DemandLatency | None = None
     best: Best | None = None
     swap: SwapRates | None = None
 
@@ -349,7 +313,7 @@ class BenchReport:
             "measured_at": self.measured_at,
             "machine": self.machine.as_json(),
             "settings": asdict(self.settings),
-            "results": [row for one in found for row in one["rows"] + one["other_rows"]],
+            "results": [row for one in found for row in one["rows"]],
             "tensors": [row for one in found for row in one["tensors"]] + [asdict(row) for row in self.together],
             **{key: {one["directory"]: one[name] for one in found} for key, name in _BY_DIRECTORY.items()},
             "ratios_to_sum": {row.op: row.ratio_to_raw for row in self.together},

@@ -1,31 +1,57 @@
-"""One round on a device: a closed loop that keeps so many blocks in flight for so long, and its figures.
+"""Rounds of blocks on a scratch file: a closed loop that keeps so many blocks in flight, and fio beside it.
 
-The loop runs in the device's own threads: each completion submits the next block of its direction.
+The loop runs in the device's own threads: each completion submits the next block of its direction. The file has no
+name, so that nothing is left behind however the process ends. fio is the reference: it runs the same pattern on the
+same file, in huge pages as ours, as a process of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import SCRATCH, Device, IOClass, Operation
-from tiered.errors import TieredError
-from tiered.units import format_bytes
+from tiered.bytes.device.engines import choose_engine, open_device
+from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.threads import ThreadsDevice
+from tiered.bytes.device.uring import UringDevice
+from tiered.errors import CapacityError, DeviceError, TieredError
+from tiered.units import MiB, format_bytes, round_up
 
-__all__ = ["DEMAND_OPS", "OPS", "Direction", "Latency", "Moved", "Pattern", "Round", "run_round"]
+__all__ = [
+    "OPS", "Direction", "Fio", "FioError", "FioRound", "Latency", "Moved", "Pattern", "Round", "ScratchFile", "forget",
+    "open_file_path", "run_round",
+]  # fmt: skip
 
 OPS = ("read", "write", "mixed")
-DEMAND_OPS = ("demand", "demand beside writes")
 
 _MAX_LATENCIES = 1 << 18  # of one direction; a longer round keeps the last ones
+_WRITE_BLOCK_NBYTES = 4 * MiB
+_MOST_THREADS = 64
+_FIO_ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
+_START_NOISE_S = 0.01  # CPU; measured: within 5 ms
+# fio's buffers come from malloc: in huge pages (glibc 2.35), and written to before they are used, as ours are, or the
+# kernel would look for those pages while it is timed.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.perturb=85"}
+_START_S = 30.0  # the time that fio may take beyond its run time before it is called stuck
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +76,7 @@ class Pattern:
     A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
     "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step
     that are swapped in are not those just swapped out. It ends when either direction has moved its half.
-    "demand" is one demand read after another over the first half; "demand beside writes" has ``depth`` writes in flight
-    over the second half as well. Raises ValueError for blocks, a depth or a file that make no pattern.
+    Raises ValueError for blocks, a depth or a file that make no pattern.
     """
 
     op: str
@@ -62,13 +87,13 @@ class Pattern:
     max_nbytes: int | None = None
 
     def __post_init__(self) -> None:
-        if self.op not in (*OPS, *DEMAND_OPS):
-            raise ValueError(f"op must be one of {', '.join((*OPS, *DEMAND_OPS))}; got {self.op!r}")
+        if self.op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}; got {self.op!r}")
         if self.block_nbytes < 1 or self.depth < 1 or not self.seconds > 0:
             raise ValueError(f"block, depth and seconds must be positive: {self!r}")
         if self.op == "mixed" and self.depth < 2:
             raise ValueError(f"mixed needs a depth of 2 or more, a read and a write; got {self.depth}")
-        if self.file_nbytes < self.block_nbytes * (1 if self.op in ("read", "write") else 2):
+        if self.file_nbytes < self.block_nbytes * (2 if self.op == "mixed" else 1):
             raise ValueError(f"a file of {format_bytes(self.file_nbytes)} is too small: {self!r}")
 
     @property
@@ -80,19 +105,12 @@ class Pattern:
     def directions(self) -> tuple[Direction, ...]:
         """The pattern by direction; fio is given the same."""
         num_blocks = self.file_nbytes // self.block_nbytes
-        half, write_depth = num_blocks // 2, self.depth // 2 if self.op == "mixed" else self.depth
-        if self.op in ("read", "write"):
+        if self.op != "mixed":
             io_class = IOClass.WRITE if self.op == "write" else IOClass.PREFETCH
             return (Direction(io_class, self.depth, 0, num_blocks),)
-        reads = Direction(IOClass.DEMAND, 1, 0, half)
-        if self.op == "mixed":
-            reads = Direction(IOClass.PREFETCH, self.depth - write_depth, 0, half)
-        return (reads,) if self.op == "demand" else (reads, Direction(IOClass.WRITE, write_depth, half, half))
-
-    @property
-    def num_slots(self) -> int:
-        """Blocks in flight in all."""
-        return sum(direction.depth for direction in self.directions)
+        half, write_depth = num_blocks // 2, self.depth // 2
+        reads = Direction(IOClass.PREFETCH, self.depth - write_depth, 0, half)
+        return reads, Direction(IOClass.WRITE, write_depth, half, half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +209,7 @@ class _Loop:
     """
 
     def __init__(self, device: Device, memory: memoryview, pattern: Pattern, *, is_spread: bool) -> None:
-        nbytes, num_slots = pattern.block_nbytes, pattern.num_slots
+        nbytes, num_slots = pattern.block_nbytes, pattern.depth
         if len(memory) < nbytes * num_slots:
             raise ValueError(f"{num_slots} blocks of {nbytes} bytes need more memory than {len(memory)} bytes")
         self.submit = device.submit
@@ -284,3 +302,238 @@ class _Slot:
             self.submit(now)
         else:
             self._loop.finish_slot(now)
+
+
+# -- fio and the file ----------------------------------------------------------------------------------------------
+
+
+class FioError(DeviceError):
+    """fio is there and failed; its measurement is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FioRound(Moved):
+    """The figures of one run of fio."""
+
+    latency: Latency
+
+
+class Fio:
+    """A way to call fio: its path, the engine that works here, and the CPU cost of a start for the present pattern."""
+
+    def __init__(self, program: str, engine: str) -> None:
+        self.engine = engine
+        self._program = program
+        self._start_cpu_s = float("inf")
+
+    def calibrate(self, pattern: Pattern, file: str) -> None:
+        """Measure the CPU cost of fio's start for the ``pattern`` that is run next; blocks. Raises FioError."""
+        self._start_cpu_s, _ = self._run(pattern, file, ["--number_ios=1"], wait_s=_START_S)
+
+    def run(self, pattern: Pattern, file: str) -> FioRound:
+        """Run ``pattern`` on ``file`` and return fio's figures; blocks.
+
+        Raises FioError when fio fails. Interrupted, it ends fio.
+        """
+        limits = [f"--runtime={max(1, round(pattern.seconds * 1000))}ms"]
+        if pattern.max_blocks is None:
+            limits.append("--time_based")
+        else:
+            limits.append(f"--io_size={pattern.max_blocks * pattern.block_nbytes}")
+        cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
+        # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
+        return _parse(report, cpu_s - self._start_cpu_s - _START_NOISE_S)
+
+    def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
+        """Return the command line: one job per direction, each over the same blocks as ours."""
+        command = [
+            self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
+            "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
+            "--clat_percentiles=0", "--lat_percentiles=1", "--percentile_list=50:99:99.9",
+        ]  # fmt: skip
+        if pattern.op == "mixed":
+            command.append("--exitall")
+        for index, direction in enumerate(pattern.directions):
+            verb = "write" if direction.is_write else "read"
+            command += [
+                f"--name={verb}-{index}", f"--filename={file}", f"--rw={verb}", f"--iodepth={direction.depth}",
+                f"--offset={direction.first_block * pattern.block_nbytes}",
+                f"--size={direction.num_blocks * pattern.block_nbytes}", *limits,
+            ]  # fmt: skip
+        return command
+
+    def _run(
+        self, pattern: Pattern, file: str, limits: Sequence[str], *, wait_s: float
+    ) -> tuple[float, Mapping[str, Any]]:
+        """Return the CPU-seconds of the process, children that it waited for included, and its report."""
+        before_s = _children_cpu_s()
+        try:
+            ended = subprocess.run(
+                self.command(pattern, file, limits),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=wait_s,
+                env={**os.environ, **_HUGE_PAGES},
+                process_group=0,  # Ctrl-C on the terminal is ours to obey: after the round
+            )
+        except subprocess.TimeoutExpired:
+            raise FioError(f"fio did not end within {wait_s:.0f} s; check the drive") from None
+        complaint = re.sub(r"\s+", " ", (ended.stderr or ended.stdout).strip())[:200] or "it said nothing"
+        try:
+            report: Mapping[str, Any] = json.loads(ended.stdout[ended.stdout.index("{") :])
+        except ValueError:
+            raise FioError(f"fio did not report: {complaint}") from None
+        failed = next((job for job in report["jobs"] if job["error"]), None)
+        if failed:
+            raise FioError(f"fio failed with error {failed['error']}: {complaint}")
+        return _children_cpu_s() - before_s, report
+
+
+class ScratchFile(AbstractContextManager["ScratchFile"]):
+    """An unnamed file of ``file_nbytes`` in ``directory`` on a device of its own, and ``memory_nbytes`` for blocks.
+
+    The memory is in huge pages where the kernel grants them. It holds random bytes, which no drive can compress, until
+    something is read into it; ``write_file`` fills the file with them.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        engine: str,
+        memory_nbytes: int,
+        file_nbytes: int,
+        depth: int = 8,
+    ) -> None:
+        """Open device and memory; ``depth`` is the most operations there will be in flight.
+
+        Raises TieredError; then nothing is left open.
+        """
+        self.file_nbytes = round_up(file_nbytes, _WRITE_BLOCK_NBYTES)
+        self.engine_reason = "it was asked for"
+        if engine == "auto":  # even if an earlier bench has written a profile
+            engine, self.engine_reason = choose_engine(directory)
+        self.path = ""  # of the scratch file, for other processes; once it is written
+        self._exit = ExitStack()
+        with ExitStack() as undo:
+            # Order: the device is closed, and so nothing is in flight, before the memory goes.
+            arena = Arena(round_up(memory_nbytes, _WRITE_BLOCK_NBYTES))
+            undo.callback(arena.close)
+            self.device: FileDevice = (
+                ThreadsDevice(os.fspath(directory), num_threads=max(2, min(depth, _MOST_THREADS)))
+                if engine == "threads"  # as many as will be needed
+                else open_device(os.fspath(directory), engine)
+            )
+            undo.callback(self.device.close)
+            whole = arena.allocate_nowait(arena.nbytes)
+            if whole is None:
+                raise CapacityError(f"no {format_bytes(arena.nbytes)} of memory for the blocks")
+            undo.callback(arena.release, whole)
+            self.memory = whole.memory
+            words, random = np.frombuffer(self.memory, dtype=np.uint64), np.random.default_rng()
+            for part in np.split(words, range(MiB, len(words), MiB)):
+                part[:] = random.integers(0, 1 << 64, size=len(part), dtype=np.uint64)
+            self._exit = undo.pop_all()
+
+    def write_file(self, check: Callable[[], object] = lambda: None) -> None:
+        """Write the scratch file from start to end, so that every later write overwrites; blocks.
+
+        ``check()`` is called now and then, and may raise to end it.
+        """
+        block, nbytes = _WRITE_BLOCK_NBYTES, self.file_nbytes
+        once = Pattern("write", block, min(16, len(self.memory) // block), nbytes, seconds=math.inf, max_nbytes=nbytes)
+        self.device.grow(SCRATCH, nbytes)
+        run_round(self.device, self.memory, once, watch=check, watch_every_s=0.1)
+        self.path = open_file_path(self.device)
+
+    def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
+        """Run one round on the file that ``write_file`` wrote; blocks. ``is_spread``: over all of the memory.
+
+        An engine that goes through the page cache finds nothing there, makes one pass over the file at most, and what
+        it leaves there is written back within the time. Raises TieredError, OSError.
+        """
+        if self.device.is_direct:
+            ring = self.device if isinstance(self.device, UringDevice) else None
+            if ring is not None:  # a block is one request, as fio's are
+                ring.cut(round_up(pattern.block_nbytes, ring.alignment))
+            try:
+                return run_round(self.device, self.memory, pattern, is_spread=is_spread)
+            finally:
+                if ring is not None:
+                    ring.cut()
+        forget(self.path)
+        once = min(pattern.max_nbytes or self.file_nbytes, self.file_nbytes)
+        found = run_round(self.device, self.memory, replace(pattern, max_nbytes=once), is_spread=is_spread)
+        if not found.write_nbytes:
+            return found
+        cpu_s, start = time.process_time(), time.perf_counter()
+        forget(self.path)
+        return replace(
+            found, seconds=found.seconds + time.perf_counter() - start, cpu_s=found.cpu_s + time.process_time() - cpu_s
+        )
+
+    def find_fio(self) -> Fio | None:
+        """Return a way to call fio that works on this file, or None where fio is not installed; blocks.
+
+        Raises FioError for a fio that is there and works with no engine.
+        """
+        program = shutil.which("fio")
+        if program is None:
+            return None
+        reasons: list[FioError] = []
+        for engine in _FIO_ENGINES:
+            fio = Fio(program, engine)
+            try:
+                fio.calibrate(Pattern("read", self.device.alignment, 1, self.device.alignment, 0.01), self.path)
+                return fio
+            except FioError as error:
+                reasons.append(error)
+        raise FioError(f"{program} is there and does not work: {reasons[0]}; mend it or take it off the path")
+
+    def close(self) -> None:
+        """Close the device, and with it the scratch file; give the memory back. Idempotent."""
+        self._exit.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def forget(path: str) -> None:
+    """Write the file's dirty pages back to the drive, and drop its pages from the cache; blocks. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fdatasync(fd)  # order: only clean pages are dropped
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+def open_file_path(device: FileDevice) -> str:
+    """Return a path of the unnamed file of ``device``, for other processes to open; it is good until the device closes.
+
+    Raises DeviceError when there is no such file.
+    """
+    return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
+
+
+def _children_cpu_s() -> float:
+    """Return the CPU-seconds of all processes that this one has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _parse(report: Mapping[str, Any], least_cpu_s: float) -> FioRound:
+    jobs_cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in report["jobs"])
+    sides = [job[verb] for job in report["jobs"] for verb in ("read", "write") if job[verb]["io_bytes"]]
+    if not sides:
+        raise FioError("fio moved no byte; check the drive")
+    slowest = max(sides, key=lambda side: float(side["lat_ns"]["percentile"]["99.000000"]))["lat_ns"]
+    p50, p99, p999 = (float(slowest["percentile"][key]) / 1e9 for key in ("50.000000", "99.000000", "99.900000"))
+    return FioRound(
+        read_nbytes=sum(job["read"]["io_bytes"] for job in report["jobs"]),
+        write_nbytes=sum(job["write"]["io_bytes"] for job in report["jobs"]),
+        seconds=max(side["runtime"] for side in sides) / 1000,  # fio counts whole milliseconds
+        cpu_s=max(jobs_cpu_s, least_cpu_s),
+        latency=Latency(p50, p99, p999, float(slowest["max"]) / 1e9),
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tiered.bytes.device.engines import DEVICES
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.tools.bench.rounds import OPS, Pattern
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
@@ -46,7 +45,6 @@ class BenchSettings:
     tensors_nbytes: int = 2 * GiB  # all of one size together, as many as a raw round moves
     tensor_rounds: int = 5
     dram_nbytes: int = 768 * MiB  # of the store
-    engines: tuple[str, ...] = tuple(DEVICES)  # also tried at the best settings when none was asked for
     copy_nbytes: int = 32 * MiB  # of one copy to or from a compute device
     copies_nbytes: int = 2 * GiB  # that a round copies each way
     copy_memory_nbytes: int = 256 * MiB  # of DRAM that they go through each way: more than a processor's cache
@@ -95,17 +93,13 @@ class BenchSettings:
         ``has_device``: tensors pass three tiers, too, with a compute device. Only a time series has no bound of its
         own: it counts at 8 GB/s.
         """
-        num_engines = len(self.engines)
-        total = (1 + num_engines) * (self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES)
+        total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES
         for point in self.points:
             is_paired = has_fio and point.op in self.fio_ops
             share = {"read": 0, "write": 2, "mixed": 1}[point.op]
             total += share * (1 + self.rounds * (1 + is_paired)) * self.round_nbytes // 2  # the first warms up
             total += bool(share) * has_fio * point.block_nbytes  # the cost of fio's start is measured
-        total += num_engines * ((2 * self.rounds + 1) * self.round_nbytes + max(self.blocks))
-        # Through more memory than the caches hold, again for each engine that turns out to be the fastest so far.
-        total += (1 + num_engines) * 3 * self.rounds * self.round_nbytes // 2
-        total += self.rounds * self.round_nbytes  # beside demand reads
+        total += 3 * self.rounds * self.round_nbytes // 2  # through more memory than the caches hold
         total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
         for tensor_nbytes in (*self.tensor_nbytes, *[self.together_tensor_nbytes] * (num_directories > 1)):
             total += (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * self._put_write_nbytes(tensor_nbytes)
@@ -120,12 +114,11 @@ class BenchSettings:
 
     def estimate_s(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> float:
         """Return about how long it takes, at some 2 GB/s of the drives and 5 GB/s of copies."""
-        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 5 * self.rounds * self.round_s
+        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 3 * self.rounds * self.round_s
         for point in self.points:
             seconds += self.warm_up_s + self.rounds * self.round_s
             if has_fio and point.op in self.fio_ops:
                 seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
-        seconds += len(self.engines) * (self.file_nbytes / 1e9 + 4 * self.rounds * (self.round_s + _FIO_START_S))
         per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
         seconds += len(self.tensor_nbytes) * per_size
         copies_s = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
@@ -164,6 +157,5 @@ QUICK = BenchSettings(
     dram_nbytes=384 * MiB,
     copies_nbytes=GiB,
     copy_memory_nbytes=128 * MiB,
-    engines=(),
 )
 """Under a minute and 30 GiB written, with the pairs that matter."""

@@ -1,4 +1,4 @@
-"""All that is measured in one directory, in order: points, swapping, demand reads, tensors, the long run.
+"""All that is measured in one directory, in order: points, swapping, tensors, the long run.
 
 Blocks that are moved through the same few MiB of memory again and again, as fio moves them, are in the processor's
 caches; the bytes of tensors are not. So swapping and raw rounds beside tensors go through memory larger than those.
@@ -7,13 +7,9 @@ caches; the bytes of tensors are not. So swapping and raw rounds beside tensors 
 from __future__ import annotations
 
 import ctypes
-import json
-import shutil
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,14 +18,11 @@ import numpy as np
 import torch
 
 import tiered
-from tiered.errors import DeviceError
 from tiered.tools.bench.report import (
     POINT_TITLE,
     Best,
-    DemandLatency,
     DirectoryReport,
     PointRow,
-    Smart,
     SustainedRate,
     SwapRates,
     TensorRow,
@@ -39,17 +32,25 @@ from tiered.tools.bench.report import (
     row_title,
     spread,
 )
-from tiered.tools.bench.rounds import DEMAND_OPS, OPS, Latency, Pattern, Round, run_round
-from tiered.tools.bench.scratch_file import Fio, FioError, FioRound, ScratchFile, forget
+from tiered.tools.bench.rounds import (
+    OPS,
+    Fio,
+    FioError,
+    FioRound,
+    Latency,
+    Pattern,
+    Round,
+    ScratchFile,
+    forget,
+    run_round,
+)
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TENSOR_WARM_UPS, BenchSettings
 from tiered.tools.doctor.description import BlockDevice, DirectoryDescription, find_block_device
 from tiered.units import MiB, divide_up, format_bytes
 
-__all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "read_smart", "row_of"]
+__all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "row_of"]
 
-_CLEARLY_FASTER = 0.95
-_SMARTCTL_S = 10.0  # it may hang with the drive
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
 _MOST_AHEAD = 256  # keys in one prefetch
@@ -68,56 +69,28 @@ class Suite:
 
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and the errors of the session's check."""
-        report, line = self.report, self._session.line
-        with self._open_scratch(self._session.engine) as scratch:
-            report.engine, report.engine_reason = scratch.device.engine, scratch.engine_reason
-            self._find_fio(scratch)
-            line(POINT_TITLE)
-            for number, point in enumerate(self._settings.points):
-                done = (number + 1) / (len(self._settings.points) + 2)
-                self._now(f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", done)
-                report.rows.append(self._measure_point(scratch, point))
-            best = report.best = best_of(report.rows)
-            self._measure_swapping(scratch, best)
-            self._now("demand reads beside writes", 0.9)
-            report.demand = self._measure_demand(scratch, self._pattern("write", best))
-            line(report.demand)
-            self._measure_tensors(scratch, best)
-            self._sustain(scratch, best)
-        for engine in self._settings.engines if self._session.engine == "auto" else ():
-            if engine != report.engine:
-                self._try_engine(engine, best)
-        return report
-
-    @contextmanager
-    def _open_scratch(self, engine: str) -> Iterator[ScratchFile]:
-        settings = self._settings
-        self._now(f"engine {engine}: writing the file that is measured", 0.0)
+        report, line, settings = self.report, self._session.line, self._settings
+        self._now(f"engine {self._session.engine}: writing the file that is measured", 0.0)
         with ScratchFile(
-            self.report.directory,
-            engine=engine,
-            memory_nbytes=settings.memory_nbytes + max(settings.blocks),  # a demand read beside the deepest writes
+            report.directory,
+            engine=self._session.engine,
+            memory_nbytes=settings.memory_nbytes,
             file_nbytes=settings.file_nbytes,
             depth=max(settings.depths),
         ) as scratch:
             scratch.write_file(self._session.check)
-            yield scratch
-
-    def _try_engine(self, engine: str, best: Best) -> None:
-        """Measure another engine at the best settings; it becomes the one to use where it is clearly faster."""
-        report = self.report
-        try:
-            with self._open_scratch(engine) as scratch:
-                self._session.line(f"engine {engine}")
-                rows = [self._measure_point(scratch, self._pattern(op, best)) for op in ("read", "write")]
-                report.other_rows += rows
-                other = best_of(rows)
-                if report.best is not None and other.seconds < _CLEARLY_FASTER * report.best.seconds:
-                    self._measure_swapping(scratch, other)
-                    report.best = replace(other, duplex=best.duplex)
-                    report.engine, report.engine_reason = engine, "it was the fastest"
-        except DeviceError as error:
-            self._session.line(f"engine {engine} does not work here: {error}")
+            report.engine, report.engine_reason = scratch.device.engine, scratch.engine_reason
+            self._find_fio(scratch)
+            line(POINT_TITLE)
+            for number, point in enumerate(settings.points):
+                done = (number + 1) / (len(settings.points) + 2)
+                self._now(f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", done)
+                report.rows.append(self._measure_point(scratch, point))
+            best = report.best = best_of(report.rows)
+            self._measure_swapping(scratch, best)
+            self._measure_tensors(scratch, best)
+            self._sustain(scratch, best)
+        return report
 
     def _find_fio(self, scratch: ScratchFile) -> None:
         missing = "fio is not installed"
@@ -158,23 +131,6 @@ class Suite:
         read, write = (statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
         self.report.swap = SwapRates(len(scratch.memory), read, write, duplex_of(*_both_gb_per_s(mixed), read, write))
         self._session.line(self.report.swap)
-
-    def _measure_demand(self, scratch: ScratchFile, pattern: Pattern) -> DemandLatency:
-        """Run rounds of demand reads alone and beside writes in turn, with the block and depth of ``pattern``.
-
-        As many bytes as the pattern moves are written in a round, and no more.
-        """
-        most = pattern.max_nbytes and 2 * pattern.max_nbytes  # of both directions, half each
-        found = self._in_turn(scratch, [replace(pattern, op=op, max_nbytes=most) for op in DEMAND_OPS])
-        alone, beside = (Latency.of(np.concatenate([one.read_latencies_s for one in rounds])) for rounds in found)
-        return DemandLatency(
-            block_bytes=pattern.block_nbytes,
-            write_depth=pattern.depth,
-            alone=alone,
-            beside_writes=beside,
-            write_gb_per_s=_both_gb_per_s(found[1])[1],
-            p99_ratio=beside.p99_s / alone.p99_s,
-        )
 
     def _in_turn(
         self, scratch: ScratchFile, patterns: Sequence[Pattern], *, is_spread: bool = False
@@ -220,9 +176,6 @@ class Suite:
                 f"{min(rates):.2f}-{max(rates):.2f}; temperature "
                 f"{f'{heat[0]:.0f} to {heat[-1]:.0f} C' if heat else 'not readable'}"
             )
-        drive = self._described.block_device
-        report.smart = read_smart(drive.disks if drive else ())
-        self._session.line(*(report.smart or ("SMART counters: not readable (smartctl)",)))
 
     def _time_series(self, scratch: ScratchFile, pattern: Pattern) -> list[SustainedRate]:
         """Run ``pattern`` for so long without a pause; return its windows.
@@ -432,31 +385,6 @@ def _get(store: tiered.Store, keys: Sequence[str], target: torch.Tensor | None, 
         else:
             store.get(key, out=target)
     return time.perf_counter() - start
-
-
-def read_smart(disks: tuple[str, ...]) -> list[Smart]:
-    """Return smartctl's answers for ``disks``; nothing where it is not installed or may not look."""
-    program = shutil.which("smartctl")
-    found: list[Smart] = []
-    if program is None:
-        return found
-    for disk in disks:
-        command = [program, "--json", "--all", f"/dev/{disk}"]
-        with suppress(OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError, AttributeError):
-            output = subprocess.run(command, capture_output=True, text=True, timeout=_SMARTCTL_S).stdout
-            log = json.loads(output)["nvme_smart_health_information_log"]
-            written = log.get("data_units_written")  # of a thousand sectors
-            answers = Smart(
-                disk=disk,
-                temperature_c=log.get("temperature"),
-                percentage_used=log.get("percentage_used"),
-                available_spare=log.get("available_spare"),
-                written_nbytes=None if written is None else written * 512_000,
-                media_errors=log.get("media_errors"),
-                warning_temperature_minutes=log.get("warning_temp_time"),
-            )
-            found.append(answers)
-    return found
 
 
 def _moved(scratch: ScratchFile) -> int:
