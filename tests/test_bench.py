@@ -18,22 +18,29 @@ TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--
 
 
 def run(
-    bench: str, tmp_path: Path, *options: str, python: str = sys.executable, environment: dict[str, str] | None = None
+    bench: str, *options: object, python: WarmPython, executable: str = "", forks: bool = True
 ) -> tuple[dict[str, Any], str]:
-    """Run a training bench on the tiny model; return its JSON line and all that it said."""
-    command = [python, f"bench/{bench}.py", *TINY, "--dram", "16MiB", "--store", str(tmp_path), *options]
+    """Run a bench; return its JSON line and all that it said. ``forks``: its own processes fork ``python``, too."""
+    command = [executable or python.executable, f"bench/{bench}.py", *map(str, options)]
+    environment = python.environment if forks else None
     output = subprocess.run(
         command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
     ).stdout
-    assert not list(tmp_path.iterdir())
     result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == bench
+    assert result.get("bench", bench) == bench
     return result, output
+
+
+def train(bench: str, tmp_path: Path, *options: str, **how: Any) -> tuple[dict[str, Any], str]:
+    """Run a training bench on the tiny model, with its stores in a directory that is empty afterwards."""
+    found = run(bench, *TINY, "--dram", "16MiB", "--store", tmp_path, *options, **how)
+    assert not list(tmp_path.iterdir())
+    return found
 
 
 def test_train_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--pairs", "1", "--hold", "0", "--clip", "0.5", "--update", "step")
-    result, output = run("train_step", tmp_path, *options, environment=warm_python.environment)
+    result, output = train("train_step", tmp_path, *options, python=warm_python, executable=sys.executable)
     assert result["ratio"] > 0
     assert result["write_bytes_per_param"] > 12
     assert result["peak_rss_bytes"] > result["resident_bytes"] > 0
@@ -44,9 +51,7 @@ def test_train_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--pairs", "1", "--micro-steps", "2", "--throttle", "1GB")
     options += ("--against", "durable=no,digests=false")
-    result, output = run(
-        "train_step", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
-    )
+    result, output = train("train_step", tmp_path, *options, python=warm_python)
     assert result["ratio"] > 0
     assert "against: tiered" in output
     assert "not durable, without digests, throttled to 1GB/s each way, full duplex" in output
@@ -55,19 +60,16 @@ def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Pat
 
 def test_a_bench_compares_with_another_checkout(tmp_path: Path, warm_python: WarmPython) -> None:
     """This tree stands for the other one."""
-    python, environment = warm_python.executable, warm_python.environment
     for tree in (ROOT, tmp_path):
         options = ("--pairs", "1", "--against", f"tree={tree}")
         with nullcontext() if tree == ROOT else pytest.raises(subprocess.CalledProcessError):
-            result, output = run("train_step", tmp_path, *options, python=python, environment=environment)
+            result, output = train("train_step", tmp_path, *options, python=warm_python)
             assert result["ratio"] > 0 and result["cpu_ratio"] > 0, output
 
 
 def test_files_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--vocabulary", "256", "--dram", "16MiB", "--turns", "1"]
-    command = [warm_python.executable, "bench/files.py", *tiny, "--store", str(tmp_path)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
+    result, output = run("files", *tiny, "--store", str(tmp_path), python=warm_python)
     for part in ("copied", "in place", "export", "own save"):
         assert result[part]["within"] and result[part]["of_drive"] > 0, output
     assert not list(tmp_path.iterdir())
@@ -75,17 +77,14 @@ def test_files_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 def test_frozen_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--layers", "2", "--width", "64", "--heads", "4", "--dram", "64", "--store", str(tmp_path)]
-    command = [warm_python.executable, "bench/frozen.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
+    result, output = run("frozen", *tiny, python=warm_python)
     for name in ("lora", "half", "later"):
         assert result[name]["same_bits"] and result[name]["within"], output
 
 
 def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--budgets", "smallest,24MiB", "--layers", "6", "--width", "256", "--no-durable")
-    python, environment = warm_python.executable, warm_python.environment
-    result, _ = run("budget_sweep", tmp_path, *options, python=python, environment=environment)
+    result, _ = train("budget_sweep", tmp_path, *options, python=warm_python)
     assert result["follows"]
     small, large = result["rows"]
     assert small["read"] > large["read"]
@@ -95,7 +94,7 @@ def test_budget_sweep_follows_the_formula_tiny(tmp_path: Path, warm_python: Warm
 
 def test_scale_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--sizes", "100K,200K", "--no-durable")
-    result, _ = run("scale", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment)
+    result, _ = train("scale", tmp_path, *options, python=warm_python)
     assert [row["layers"] for row in result["rows"]] == [1, 3]
     assert all(row["ns_per_param"] > 0 for row in result["rows"])
 
@@ -104,24 +103,21 @@ def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path, warm_python: W
     for number, params in enumerate((400_000_000, 7_000_000_000)):
         (tmp_path / f"{number}.json").write_text(json.dumps({"params": params, "peak_rss_bytes": 5 << 30}))
     reports = [str(tmp_path / f"{number}.json") for number in (1, 0)]
-    command = [warm_python.executable, "bench/memory.py", *reports, "--plot", str(tmp_path / "memory.png")]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    assert [row["in_memory_bytes"] for row in json.loads(output)["rows"]] == [6_400_000_000, 112_000_000_000]
+    result, _ = run("memory", *reports, "--plot", tmp_path / "memory.png", python=warm_python)
+    assert [row["in_memory_bytes"] for row in result["rows"]] == [6_400_000_000, 112_000_000_000]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
 def test_scale_runs_in_a_memory_limit(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--sizes", "100K", "--memory-limit", "1GiB")
-    result, _ = run("scale", tmp_path, *options, python=warm_python.executable)
+    result, _ = train("scale", tmp_path, *options, python=warm_python, forks=False)
     assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
 
 
 def test_compare_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -> None:
     options = ("--pairs", "1", "--deepspeed-python", "/nowhere/python")
-    result, output = run(
-        "compare", tmp_path, *options, python=warm_python.executable, environment=warm_python.environment
-    )
+    result, output = train("compare", tmp_path, *options, python=warm_python)
     assert result["ratio"] is None
     assert "DeepSpeed is not there" in output
     assert "deepspeed==" in output
@@ -129,10 +125,8 @@ def test_compare_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -
 
 def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     curves = tmp_path / "curves.png"
-    command = [warm_python.executable, "bench/quality.py", "--tiny", "--plot", str(curves)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert (result["bench"], result["steps"]) == ("quality", 6)
+    result, _ = run("quality", "--tiny", "--plot", str(curves), python=warm_python)
+    assert result["steps"] == 6
     assert set(result["finals"]) == {"exact", "compact"}
     assert all(abs(over) < 0.01 for over in result["over_exact"].values())
     assert curves.stat().st_size > 1000
@@ -141,12 +135,8 @@ def test_quality_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--keys", "3000", "--dram", "16MiB", "--turns", "1", "--slice", "1000", "--store", str(tmp_path)]
     tiny += ["--against", f"tree={ROOT}"]
-    command = [warm_python.executable, "bench/small_tensors.py", *tiny]
-    output = subprocess.run(
-        command, cwd=ROOT, env=warm_python.environment, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert (result["bench"], result["keys"]) == ("small_tensors", 3000)
+    result, _ = run("small_tensors", *tiny, python=warm_python)
+    assert result["keys"] == 3000
     assert min(result["put_per_s"], result["get_per_s"], result["open_s"]) > 0
     assert min(result["against"][name]["ratio"] for name in ("put_per_s", "get_cpu_s")) > 0
     assert not list(tmp_path.iterdir())
@@ -154,10 +144,7 @@ def test_small_tensors_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> Non
 
 def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--rounds", "1", "--seconds", "0.05", "--file", "64MiB", "--blocks", "1MiB", "--opens", "5"]
-    command = [warm_python.executable, "bench/io_engine.py", str(tmp_path), *tiny, "--only", "engines,duplex,leaks"]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "io_engine"
+    result, _ = run("io_engine", str(tmp_path), *tiny, "--only", "engines,duplex,leaks", python=warm_python)
     assert {row["engine"] for row in result["engines"]} == {"uring", "threads"}
     assert all(row["gb_per_s"] > 0 for row in result["engines"] + result["duplex"])
     assert all(row["fds"] == row["threads"] == 0 for row in result["leaks"])
@@ -166,39 +153,24 @@ def test_io_engine_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 
 def test_tensor_level_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--rounds", "1", "--tensor", "4MiB", "--total", "16MiB", "--dram", "32MiB", "--block", "1MiB"]
-    command = [warm_python.executable, "bench/tensor_level.py", str(tmp_path), *tiny]
-    environment = warm_python.environment
-    output = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "tensor_level"
+    result, _ = run("tensor_level", tmp_path, *tiny, python=warm_python)
     assert [row["op"] for row in result["rows"]] == ["put", "get", "lease"]
     assert all(row[f"{name}_gb_per_s"] > 0 for row in result["rows"] for name in ("raw", "ceiling", "store"))
-    command += ["--against", f"tree={ROOT}"]
-    output = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=300
-    ).stdout
-    assert all(row["wall_s_ratio"] > 0 < row["cpu_s_ratio"] for row in json.loads(output.splitlines()[-1])["rows"])
+    result, _ = run("tensor_level", tmp_path, *tiny, "--against", f"tree={ROOT}", python=warm_python)
+    assert all(row["wall_s_ratio"] > 0 < row["cpu_s_ratio"] for row in result["rows"])
     assert not list(tmp_path.iterdir())
 
 
 def test_two_directories_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--limit", "3GB", "--nbytes", "32MiB", "--rounds", "1", "--dram", "16MiB", "--store", str(tmp_path)]
-    command = [warm_python.executable, "bench/two_directories.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "two_directories"
+    result, _ = run("two_directories", *tiny, python=warm_python)
     assert min(result[kind] for kind in ("stream_put", "stream_get", "swap_out", "swap_in")) > 0
     assert not list(tmp_path.iterdir())
 
 
 def test_overhead_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     tiny = ["--widths", "16", "--units", "3", "--turns", "1", "--steps", "2", "--store", str(tmp_path)]
-    command = [warm_python.executable, "bench/overhead.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert result["bench"] == "overhead"
+    result, output = run("overhead", *tiny, python=warm_python)
     (row,) = result["rows"]
     assert (row["numel"], row["units"]) == (544, 3)
     assert all(row["ratio"][what][mode] > 0 for what in ("time", "cpu") for mode in ("backward", "step"))
@@ -209,18 +181,14 @@ def test_overhead_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="the device is compiled")
 def test_device_bits_runs_tiny(warm_python: WarmPython) -> None:
     tiny = ["--models", "tied_head,lstm", "--every", "17"]
-    command = [warm_python.executable, "bench/device_bits.py", *tiny]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
-    assert (result["bench"], result["runs"], result["wrong"]) == ("device_bits", 6, 0), output
+    result, output = run("device_bits", *tiny, python=warm_python, forks=False)
+    assert (result["runs"], result["wrong"]) == (6, 0), output
 
 
 def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
-    command = [warm_python.executable, "bench/way.py", "--store", str(tmp_path)]
-    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=300).stdout
-    result = json.loads(output.splitlines()[-1])
+    result, output = run("way", "--store", str(tmp_path), python=warm_python)
     ways = result["ways"]
-    assert (result["bench"], len(ways)) == ("way", 6)
+    assert len(ways) == 6
     assert all(way["calls"] > 0 for way in ways.values()), output
     assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(ways["fault-in"]["files"])
     assert "zero/optimizer/bucket_update.py" in ways["bucket"]["files"]
