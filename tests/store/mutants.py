@@ -17,7 +17,6 @@ from tests.bytes import test_files
 from tests.store import checks, test_directory
 from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.test_external import saved
-from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
@@ -66,11 +65,6 @@ def run_check(check: Check, directory: Path) -> None:
 
 
 # -- commits: what the campaign must see ---------------------------------------------------------------------------
-
-
-@mutant(checks.no_crash_state_is_wrong)
-def data_is_not_flushed(patch: Patch) -> None:
-    patch.setattr(Space, "flush", lambda space: None)
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -350,15 +344,6 @@ class _WithoutFsync:
 @mutant(checks.every_directory_is_flushed_before_the_catalog)
 def written_files_are_not_synced(patch: Patch) -> None:
     patch.setattr(FileDevice, "_fdatasync", lambda device, descriptor: None)
-
-
-@mutant(checks.every_directory_is_flushed_before_the_catalog)
-def only_the_files_of_the_first_directory_are_synced(patch: Patch) -> None:
-    def flush(space: Space) -> None:
-        first: Device = space.devices[0]
-        first.flush()
-
-    patch.setattr(Space, "flush", flush)
 
 
 @mutant(test_files.test_a_flush_makes_the_name_of_a_new_file_durable)

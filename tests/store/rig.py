@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -109,6 +110,30 @@ def assert_holds(store: Store, values: dict[str, torch.Tensor]) -> None:
     assert set(store) == set(values)
     for name, value in values.items():
         assert torch.equal(store[name], value), name
+
+
+@contextmanager
+def beside(*calls: Callable[[], object]) -> Iterator[list[threading.Thread]]:
+    """Do ``calls`` in threads of their own beside the block; once all have ended, raise the first error of one."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        for thread in threads:
+            thread.join(2 * WAIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
 
 
 def await_true(is_so: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -12,12 +13,23 @@ import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import WAIT_S, GatedStore, await_true, numbers, read_key, simulated_store, stored, write_key
+from tests.store.rig import (
+    WAIT_S,
+    GatedStore,
+    await_true,
+    beside,
+    numbers,
+    read_key,
+    simulated_store,
+    stored,
+    write_key,
+)
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, LeaseError
 from tiered.store.residency.entry import Granted
 from tiered.store.store import Store
+from tiered.store.values.streaming import VerifyReport
 from tiered.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -27,21 +39,17 @@ SIZES = (10, 1000, 5000, 100_000, 400_000, 900_000)  # int32: inline to streamed
 class Worker:
     """Works on keys of its own and knows what they must hold."""
 
-    def __init__(self, store: Store, number: int, failures: list[str], *, scale: int = 1) -> None:
+    def __init__(self, store: Store, number: int, *, scale: int) -> None:
         self.store = store
         self.scale = scale  # of sizes, and of the budget they are for
         self.number = number
-        self.failures = failures
         self.rng = random.Random(number)
         self.values: dict[str, torch.Tensor] = {}
 
     def run(self, num_actions: int) -> None:
         actions = (self.put, self.put, self.write, self.read, self.delete, self.hint, self.copy_on_write)
-        try:
-            for _ in range(num_actions):
-                self.rng.choice(actions)(f"{self.number}/{self.rng.randrange(6)}")
-        except Exception as error:
-            self.failures.append(f"worker {self.number}: {error!r}")
+        for _ in range(num_actions):
+            self.rng.choice(actions)(f"{self.number}/{self.rng.randrange(6)}")
 
     def put(self, key: str) -> None:
         value = torch.full((self.rng.choice(SIZES) * self.scale,), self.rng.getrandbits(30), dtype=torch.int32)
@@ -54,8 +62,7 @@ class Worker:
             self.values[key] = self.values[key] + 1
 
     def read(self, key: str) -> None:
-        if key in self.values and not torch.equal(self.store[key], self.values[key]):
-            self.failures.append(f"{key} has other bytes")
+        assert key not in self.values or torch.equal(self.store[key], self.values[key])
 
     def delete(self, key: str) -> None:
         if key in self.values and self.rng.random() < 0.3:
@@ -75,26 +82,15 @@ class Worker:
         lease = self.store.working_set.lease(key, "rw")
         lease.tensor.add_(1)
         lease.release()
-        if alias[0] != self.values[key][0]:
-            self.failures.append(f"{key} changed under a reader")
+        assert alias[0] == self.values[key][0], f"{key} changed under a reader"
         self.values[key] = self.values[key] + 1
-
-
-def run_all(*works: Callable[[], object]) -> None:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * WAIT_S)
-        assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(("durable", "scale"), [(True, 1), (False, 1), (True, 8)])
 def test_workers_commits_and_verify_do_not_disturb_each_other(tmp_path: Path, durable: bool, scale: int) -> None:
-    failures: list[str] = []
     budget = scale * 8 * MiB  # in the larger one digests have threads of their own, and puts are written through
     store = Store(tmp_path / "run", durable=durable, _arena=Arena(budget, reuse=False))
-    workers = [Worker(store, number, failures, scale=scale) for number in range(4)]
+    workers = [Worker(store, number, scale=scale) for number in range(4)]
 
     def commit() -> None:
         for i in range(15):
@@ -102,11 +98,11 @@ def test_workers_commits_and_verify_do_not_disturb_each_other(tmp_path: Path, du
                 store.commit({"i": i}, wait=i % 2 == 0)
             except LeaseError:  # a worker is in the middle of a write
                 pass
-            if not store.verify().is_clean:
-                failures.append("verify found damage")
+            assert store.verify().is_clean
 
-    run_all(*(lambda worker=worker: worker.run(120 // scale) for worker in workers), *([commit] if durable else []))
-    assert not failures
+    works = [functools.partial(worker.run, 120 // scale) for worker in workers]
+    with beside(*works, *([commit] if durable else [])):
+        pass
     expected = {key: value for worker in workers for key, value in worker.values.items()}
     assert set(store) == set(expected)
     assert all(torch.equal(store[key], value) for key, value in expected.items())
@@ -127,19 +123,17 @@ def test_what_is_being_verified_is_not_overwritten(commit: bool) -> None:
     store.working_set.swap_out(store)
     store.working_set.unreserve(store.working_set.reserve(gated.budget_nbytes))
     gated.device.hold = lambda operation: not operation.is_write
-    reports = []
-    thread = threading.Thread(target=lambda: reports.append(store.verify()))
-    thread.start()
-    assert gated.device.has_held.wait(WAIT_S)
-    with store.lease("a", "w") as view:  # open bytes, which a write may go over again; too few to be written at once
-        view.copy_(numbers(PAGE, 2))
-    store["b"] = numbers(3 * PAGE, 2)  # larger than what verify has seen so far
-    if commit:
-        store.commit()
-    else:
-        store.working_set.swap_out(store)
-    gated.device.open()
-    thread.join(WAIT_S)
+    reports: list[VerifyReport] = []
+    with beside(lambda: reports.append(store.verify())):
+        assert gated.device.has_held.wait(WAIT_S)
+        with store.lease("a", "w") as view:  # open bytes, which a write may go over again; not written at once
+            view.copy_(numbers(PAGE, 2))
+        store["b"] = numbers(3 * PAGE, 2)  # larger than what verify has seen so far
+        if commit:
+            store.commit()
+        else:
+            store.working_set.swap_out(store)
+        gated.device.open()
     assert reports[0].is_clean
     assert torch.equal(store["a"], numbers(PAGE, 2))
     assert torch.equal(store["b"], numbers(3 * PAGE, 2))
@@ -159,13 +153,11 @@ def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None
             except LeaseError:  # it is being written
                 pass
 
-    thread = threading.Thread(target=get)
-    thread.start()
-    for value in range(50):
-        with store.lease("a", mode="rw") as view:
-            view.fill_(value)
-    is_over.set()
-    thread.join(WAIT_S)
+    with beside(get):
+        for value in range(50):
+            with store.lease("a", mode="rw") as view:
+                view.fill_(value)
+        is_over.set()
     assert set(found) <= {1}
     assert int(store["a"].unique()) == 49
 

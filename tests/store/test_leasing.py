@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, read_key, simulated_store, stored, write_key
+from tests.store.rig import read_key, simulated_store, stored, write_key
 from tiered.errors import (
     CapacityError,
     ClosedError,
@@ -199,36 +196,6 @@ def test_lingering_writers_are_joined(working_set: Residency) -> None:
     del alias
     working_set.swap_out(["a"])
     assert working_set.statistics().swaps.swap_out_bytes == PAGE
-
-
-def test_the_end_of_a_lease_is_noticed_from_a_garbage_collection(working_set: Residency) -> None:
-    write_key(working_set, "a", PAGE, 1)
-    lease = working_set.lease("a", "rw")
-    cycle: list[object] = [lease.tensor]
-    cycle.append(cycle)
-    lease.release()
-    del cycle
-    gc.collect()
-    assert lease.release()
-
-
-def test_two_threads_that_write_different_keys_do_not_meet(working_set: Residency) -> None:
-    failures: list[BaseException] = []
-
-    def work(key: str) -> None:
-        try:
-            for i in range(100):
-                write_key(working_set, key, 3 * PAGE, i)
-                assert read_key(working_set, key) == i
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(key,)) for key in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not failures
 
 
 # The end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.bytes.registrars import WatchedRegistrar
-from tests.store.rig import WAIT_S, await_true, numbers, read_key, simulated_store, write_key
+from tests.store.rig import WAIT_S, await_true, beside, numbers, read_key, simulated_store, write_key
 from tiered.bytes.arena import Arena
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import add_registrar
@@ -177,14 +178,10 @@ def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: Residency)
         may_go.set()
 
     mine = working_set.lease(QUARTERS[3], "r")
-    threads = [threading.Thread(target=hold), threading.Thread(target=let_go)]
-    threads[0].start()
-    assert has_it.wait(WAIT_S)
-    threads[1].start()
-    working_set.unreserve(working_set.reserve(8 * PAGE))
-    mine.release()
-    for thread in threads:
-        thread.join(WAIT_S)
+    with beside(hold, let_go):
+        assert has_it.wait(WAIT_S)
+        working_set.unreserve(working_set.reserve(8 * PAGE))
+        mine.release()
 
 
 class Keeping:
@@ -247,7 +244,6 @@ def test_threads_with_leases_of_every_size_go_on_or_are_told_that_there_is_no_ro
         sizes = [1, 2, 3, 5, 7, 8, 11, 13, 2, 3, 5, 4]
         for index, size in enumerate(sizes):
             write_key(working_set, f"k{index}", size * PAGE, index)
-        failures: list[BaseException] = []
 
         def work(number: int) -> None:
             rng = random.Random(seed * 10 + number)
@@ -269,15 +265,9 @@ def test_threads_with_leases_of_every_size_go_on_or_are_told_that_there_is_no_ro
                     held.append(lease)
                     if len(held) > 2:
                         held.pop(0).release()
-            except BaseException as error:
-                failures.append(error)
             finally:
                 while held:
                     held.pop().release()
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * WAIT_S)
-        assert not failures and not any(thread.is_alive() for thread in threads)
+        with beside(*(functools.partial(work, number) for number in range(3))):
+            pass

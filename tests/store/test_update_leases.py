@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, await_true, read_key, stored, write_key
+from tests.store.rig import await_true, beside, read_key, stored, write_key
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, LeaseError
 from tiered.store.residency.residency import Residency
@@ -54,24 +53,13 @@ def write_part(store: Store) -> None:
 
 @pytest.mark.parametrize("use", [put, delete, lease, get, read_part, write_part])
 def test_another_thread_waits_for_the_update(store: Store, keys: list[str], use: Callable[[Store], None]) -> None:
-    working_set, failures = store.working_set, []
-
-    def run() -> None:
-        try:
-            use(store)
-        except Exception as error:
-            failures.append(error)
-
+    working_set = store.working_set
     leases = working_set.lease_for_update(keys)
-    user = threading.Thread(target=run)
-    user.start()
-    await_true(lambda: bool(working_set.condition._waiters) or not user.is_alive())
-    assert user.is_alive(), failures
-    leases[0].tensor.fill_(9)
-    working_set.end_update(leases)
-    user.join(WAIT_S)
-    assert not user.is_alive()
-    assert not failures
+    with beside(lambda: use(store)) as (user,):
+        await_true(lambda: bool(working_set.condition._waiters) or not user.is_alive())
+        assert user.is_alive()
+        leases[0].tensor.fill_(9)
+        working_set.end_update(leases)
     assert Wait.UPDATE in {each.reason for each in working_set.recorder.statistics().waits}
 
 

@@ -10,12 +10,9 @@ import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import WAIT_S, numbers, read_key, simulated_store, stored, write_key
-from tiered.errors import (
-    CapacityError,
-    DeadlineError,
-    UsageError,
-)
+from tests.store.rig import WAIT_S, await_true, beside, numbers, read_key, simulated_store, stored, write_key
+from tiered.bytes.arena import Buffer
+from tiered.errors import CapacityError, DeadlineError, UsageError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB
@@ -210,44 +207,12 @@ def test_who_needs_memory_waits_for_another_threads_lease(working_set: Residency
         assert may_go.wait(WAIT_S)
         lease.release()
 
-    thread = threading.Thread(target=hold_it)
-    thread.start()
-    assert has_it.wait(WAIT_S)
-    got: list[object] = []
-    waiter = threading.Thread(target=lambda: got.append(working_set.reserve(8 * PAGE)))
-    waiter.start()
-    while not working_set.num_waiting:
-        assert waiter.is_alive()
-    assert working_set.prefetch([]) == 0
-    may_go.set()
-    thread.join(WAIT_S)
-    waiter.join(WAIT_S)
-    assert got
-    working_set.unreserve(got[0])  # type: ignore[arg-type]
-
-
-def test_who_needs_memory_notices_that_another_threads_tensor_has_died(working_set: Residency) -> None:
-    write_key(working_set, "a", 12 * PAGE, 1)
-    working_set.hold(["a"])
-    kept: list[torch.Tensor] = []
-
-    def linger() -> None:
-        lease = working_set.lease("a", "rw")
-        kept.append(lease.tensor[:1])
-        lease.release()
-
-    thread = threading.Thread(target=linger)
-    thread.start()
-    thread.join(WAIT_S)
-    working_set.release_hold(["a"])
-    got: list[object] = []
-    waiter = threading.Thread(target=lambda: got.append(working_set.reserve(8 * PAGE)))
-    waiter.start()
-    while not working_set.num_waiting:
-        assert waiter.is_alive()
-    kept.clear()  # a finalizer cannot wake the waiter: it looks
-    waiter.join(WAIT_S)
-    working_set.unreserve(got[0])  # type: ignore[arg-type]
+    with beside(hold_it):
+        assert has_it.wait(WAIT_S)
+        with beside(lambda: working_set.unreserve(working_set.reserve(8 * PAGE))):
+            await_true(lambda: working_set.num_waiting == 1)
+            assert working_set.prefetch([]) == 0
+            may_go.set()
 
 
 def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set: Residency) -> None:
@@ -255,20 +220,16 @@ def test_the_thread_that_all_others_wait_for_does_not_wait_for_them(working_set:
     lease = working_set.lease("kept", "w")
     view = lease.tensor[:1]
     lease.release()
-    failures: list[BaseException] = []
+    may_ask = threading.Event()
 
     def ask() -> None:
-        try:
-            working_set.reserve(8 * PAGE)
-        except CapacityError as error:
-            failures.append(error)
+        assert may_ask.wait(WAIT_S)
+        working_set.reserve(8 * PAGE)
 
-    worker = threading.Thread(target=ask)
-    with working_set.waiting_for(worker):  # the view is this thread's, which does nothing but wait
-        worker.start()
-        worker.join(WAIT_S)
-    assert not worker.is_alive()
-    assert "48.0 KiB ('kept') kept alive by tensors made from past leases" in str(failures[0])
+    with pytest.raises(CapacityError, match=r"48\.0 KiB \('kept'\) kept alive by tensors made from past leases"):
+        with beside(ask) as (worker,), working_set.waiting_for(worker):  # the view is this thread's, which only waits
+            may_ask.set()
+            worker.join(WAIT_S)
     del view
 
 
@@ -277,31 +238,19 @@ def test_waiting_for_another_threads_lease_has_an_end_that_says_who_has_the_memo
         working_set = store.working_set
         working_set.create("kept", 12 * PAGE)
         lease = working_set.lease("kept", "w")
-        failures: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                working_set.reserve(8 * PAGE)
-            except DeadlineError as error:
-                failures.append(error)
-
-        asker = threading.Thread(target=ask)
-        asker.start()
-        asker.join(WAIT_S)
+        with pytest.raises(DeadlineError, match=r"Other threads did not give back.* 48\.0 KiB \('kept'\) leased"):
+            with beside(lambda: working_set.reserve(8 * PAGE)):
+                pass
         lease.release()
-        assert not asker.is_alive()
-        assert "Other threads did not give back" in str(failures[0])
-        assert "48.0 KiB ('kept') leased" in str(failures[0])
 
 
 def test_nobody_waits_for_what_another_thread_reserved_for_good(working_set: Residency) -> None:
-    buffers: list[object] = []
-    thread = threading.Thread(target=lambda: buffers.append(working_set.reserve(12 * PAGE, is_lasting=True)))
-    thread.start()
-    thread.join()
+    buffers: list[Buffer] = []
+    with beside(lambda: buffers.append(working_set.reserve(12 * PAGE, is_lasting=True))):
+        pass
     with pytest.raises(CapacityError, match=r"48\.0 KiB reserved"):
         working_set.reserve(8 * PAGE)
-    working_set.unreserve(buffers[0])  # type: ignore[arg-type]
+    working_set.unreserve(buffers[0])
 
 
 def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(working_set: Residency) -> None:

@@ -228,7 +228,7 @@ class Copies:
 
     def is_in_dram(self, key: str) -> bool:
         """Return whether ``key`` can be leased for reading without a wait."""
-        return self._working_set.is_readable(key)
+        return self._working_set.is_resident(key)
 
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the bytes of ``key`` once no copy uses them, or for reading none writes them; blocks."""

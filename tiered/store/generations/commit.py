@@ -178,12 +178,11 @@ class Committer:
             # Order: before anything is sealed, and without the lock.
             known = find_digests(self._working_set, self._external)
             with self._condition:
-                self._working_set.drain()
                 if is_last:
                     self._working_set.forget_failure()
                 else:
                     self._working_set.refuse_late()
-                self._working_set.raise_failure()
+                self._working_set.catch_up()
                 if self._working_set.sealed is not None:  # another thread's; it came first
                     continue
                 begun = self._working_set.recorder.begin(on_device=False)
@@ -224,8 +223,7 @@ class Committer:
         """
         keys = producer.pending_keys()  # order: without the lock
         with self._condition:
-            self._working_set.drain()
-            self._working_set.raise_failure()
+            self._working_set.catch_up()
             self._refuse_writers("commit", lingering=True, but=keys)
             generation = self._working_set.open_generation
             self._working_set.announce_seal(producer, generation)
@@ -275,10 +273,7 @@ class Committer:
                 if busy is None:
                     break
                 self._working_set.wait_for_entry(busy, deadline)
-            self._working_set.write_error = None  # of bytes that are given up now
-            for entry in self._working_set.roll_back():
-                self._working_set.drop(entry)
-            self._working_set.count_held()
+            self._working_set.roll_back()
 
     def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
         held = [(entry.name, entry.residence) for entry in self._working_set.unsealed() if entry.residence is not None]

@@ -29,7 +29,7 @@ class EntryState(enum.Enum):
     CLEAN -> STORED [Eviction._evict]; -> DIRTY [Residency._grant for writing, a put]
     DIRTY -> DEPARTING [SwapInOut._swap_out]; -> CLEAN [Eviction._make_clean; where inline SwapInOut.land_inline]
     DEPARTING -> CLEAN, or DIRTY where the write failed [SwapInOut._written]
-    any but ARRIVING and DEPARTING -> STORED, UNDEFINED [KeyTable.roll_back]; -> UNDEFINED [a delete]
+    any but ARRIVING and DEPARTING -> STORED, UNDEFINED [Residency.roll_back]; -> UNDEFINED [a delete]
     """
 
     UNDEFINED = "undefined"  # nowhere: created, not yet written; no DRAM, no extents

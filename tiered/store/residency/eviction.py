@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import queue
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -152,11 +151,6 @@ class Eviction(KeyTable):
         """The bytes of the budget that are neither held nor in use, but by the thread that bytes are set aside for."""
         return self.budget_bytes - self.held_bytes - (self._pinned_bytes - self._own_bytes)
 
-    @property
-    def has_own_share(self) -> bool:
-        """Whether bytes are set aside for the calling thread."""
-        return self._set_aside_bytes > 0 and self._is_for()
-
     def admits(self, nbytes: int) -> bool:
         """Return whether the caller may lease or reserve ``nbytes`` more beside the bytes that are set aside."""
         if not self._set_aside_bytes or self._is_for():
@@ -296,7 +290,7 @@ class Eviction(KeyTable):
         self.users[alias.thread] += 1
         self.orphans.add(residence)
         if self._is_dram_closed:
-            buffer.follow_up(functools.partial(_reap, weakref.ref(self)))
+            buffer.follow_up(self.reap)
         buffer.follow_up(functools.partial(self.ended_leases.queue.put, alias))
         if not buffer.is_aliased:  # it has died meanwhile
             self.report_end(alias)
@@ -490,10 +484,10 @@ class Eviction(KeyTable):
         for entry in self.entries.used():
             self.offer(entry)
         moving = [entry.residence for entry in self.entries.used() if entry.residence is not None]
-        # Lifetime: a tensor must not keep us: a failure that we lead to may keep the tensor, by its traceback.
-        reap = functools.partial(_reap, weakref.ref(self))
+        # Lifetime: the last tensor on a buffer keeps the working set, which must not lead to a tensor by its user.
+        self._set_aside_bytes, self._is_for = 0, _nobody
         for residence in [*self.orphans, *moving]:
-            residence.buffer.follow_up(reap)
+            residence.buffer.follow_up(self.reap)
 
     def reap(self) -> None:
         """After ``close``: give back the buffers that have ended since; without the lock."""
@@ -510,9 +504,3 @@ class Eviction(KeyTable):
 
 def _nobody() -> bool:
     return False
-
-
-def _reap(eviction: weakref.ref[Eviction]) -> None:
-    there = eviction()
-    if there is not None:  # else the arena is gone with it, and its memory with the last tensor
-        there.reap()

@@ -283,18 +283,16 @@ class KeyTable(PagedRows):
         """Return the row for bytes about to be written to ``extents``; it has digests only where they are known."""
         # Order: pending bytes are the sealed generation's, all others the open one's.
         generation = self.generation if entry.is_pending else self.open_generation
-        row = _row(entry.key_id, entry.name, entry.spec, generation=generation, extents=extents)
-        if entry.digests is not None and entry.digests[0] == generation:
-            row = replace(row, digests=entry.digests[1])
-        return row
+        spec, known = entry.spec, entry.digests
+        digests = known[1] if known is not None and known[0] == generation else b""
+        return Row(
+            key_id=entry.key_id, name=entry.name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes,
+            generation=generation, extents=extents, digests=digests, inline=None, block_nbytes=spec.block_nbytes,
+        )  # fmt: skip
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:
         """Return the row of an inline entry."""
         return replace(self.row_for(entry, ()), inline=content)
-
-    def new_row(self, name: str, spec: Spec, extents: Extents) -> Row:
-        """Return the row, without digests, of bytes about to be written under a new key id."""
-        return _row(self.new_key_ids(1), name, spec, generation=self.open_generation, extents=extents)
 
     def landed(self, entry: Entry, row: Row) -> None:
         """Note that the entry's newest bytes are in ``row``, whose extents are its target."""
@@ -458,7 +456,7 @@ class KeyTable(PagedRows):
         sealed = self.sealed
         return sealed is not None and sealed.is_applying and (entry in sealed.rows or entry in sealed.removed)
 
-    def roll_back(self) -> list[Entry]:
+    def _roll_back_rows(self) -> list[Entry]:
         """Return to the last sealed generation; no commit runs and all changed entries are settled.
 
         Returns the entries whose DRAM the caller must drop: their bytes there are void.
@@ -498,10 +496,3 @@ def _freed_nbytes(committed: Row | None, parts: BlockWrites | None) -> int:
     if parts is not None and not parts.owns_all:
         return sum(extent.nbytes for extent in parts.superseded)
     return 0 if committed is None else committed.stored_nbytes
-
-
-def _row(key_id: int, name: str, spec: Spec, *, generation: int, extents: Extents) -> Row:
-    return Row(
-        key_id=key_id, name=name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
-        extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
-    )  # fmt: skip

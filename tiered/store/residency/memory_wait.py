@@ -185,8 +185,7 @@ class MemoryWait(SwapInOut):
         with self.condition:
             if deadline.age_s >= self._patience_s:
                 self._starved.add(deadline)
-            self.drain()
-            self.raise_failure()
+            self.catch_up()
             if self._has_room(needed, is_held=is_held) and not self.is_worth_waiting():
                 return
             # Dirty bytes must stay until the running commit has given back the extents they need.
@@ -253,7 +252,7 @@ class MemoryWait(SwapInOut):
 
     def _stand_back(self, deadline: Deadline) -> None:
         """Let starved callers go first, before the caller with ``deadline`` takes or pins memory."""
-        holds_nothing = this_thread() not in self.users and not self.has_own_share
+        holds_nothing = this_thread() not in self.users and not (self._set_aside_bytes and self._is_for())
         # Order: not for ever, because a thread that a starved caller waits for may wait for this caller.
         while holds_nothing and self._starved and (left_s := self._patience_s - deadline.age_s) > 0:
             self.condition.wait(left_s)

@@ -337,8 +337,7 @@ class Residency(MemoryWait):
         """
         granted: list[Granted] = []
         with self.condition:
-            self.drain()
-            self.raise_failure()
+            self.catch_up()
             self.refuse_late()
             if self.num_waiting or self.must_await_seal:
                 return granted
@@ -428,15 +427,9 @@ class Residency(MemoryWait):
         return self.entries.version(key)
 
     def is_resident(self, key: str) -> bool:
-        """Whether the bytes of ``key`` are in DRAM now."""
+        """Whether the bytes of ``key`` are in DRAM, and can be leased for reading without a wait."""
         with self.condition:
             entry = self.entries.peek(key)
-        return entry is not None and entry.state in (EntryState.CLEAN, EntryState.DIRTY, EntryState.DEPARTING)
-
-    def is_readable(self, key: str) -> bool:
-        """Whether ``key`` can be leased for reading without a wait."""
-        with self.condition:
-            entry = self.entries.get(key)
             residence = None if entry is None else entry.residence
             if entry is None or residence is None or residence.open_writers:
                 return False
@@ -482,8 +475,7 @@ class Residency(MemoryWait):
 
     def _find(self, key: str, *, is_writer: bool = False) -> Entry:
         """Return the entry of ``key``. KeyError; raises an error of the background, for a writer at the end, too."""
-        self.drain()
-        self.raise_failure()
+        self.catch_up()
         if is_writer:
             self.refuse_late()
         entry = self.entries.get(key)
@@ -499,8 +491,7 @@ class Residency(MemoryWait):
         """
         deadline: Deadline | None = None
         while True:
-            self.drain()
-            self.raise_failure()
+            self.catch_up()
             self.refuse_late()
             entry = self.entries.get(key)
             if entry is None:
@@ -555,8 +546,12 @@ class Residency(MemoryWait):
         if entry.held:  # a replaced entry says that it was
             self.held_bytes -= self.space.round_up(entry.nbytes)
 
-    def count_held(self) -> None:
-        """Count the bytes of held keys anew: a rollback has taken some entries away, and brought others back."""
+    def roll_back(self) -> None:
+        """Return to the last sealed generation; no commit runs and all changed entries are settled."""
+        self.write_error = None  # of bytes that are given up now
+        for entry in self._roll_back_rows():
+            self.drop(entry)
+        # Order: counted anew, since some entries are gone and others back.
         self.held_bytes = sum(self.space.round_up(entry.nbytes) for entry in self.entries.used() if entry.held)
 
     def refuse_late(self) -> None:

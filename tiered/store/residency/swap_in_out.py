@@ -220,8 +220,10 @@ class SwapInOut(Eviction):
         on_done = functools.partial(self._written, entry, self.recorder.begin_move())
         return self.space.transfer(row, entry.residence.buffer.memory, IOClass.WRITE, on_done)
 
-    def raise_failure(self) -> None:
-        """Raise when no call can be served, or the error of a write-back since the last call."""
+    def catch_up(self) -> None:
+        """Note the leases that have ended. Raise when no call can be served, or what a write-back has failed of."""
+        if not self.ended_leases.queue.empty():
+            self.drain()
         self.refuse()
         if self.write_error is not None:
             error, self.write_error = self.write_error, None
@@ -258,9 +260,7 @@ class SwapInOut(Eviction):
             with self.condition:
                 self.write_error = self.write_error or error.with_traceback(None)
             return
-        with self.condition:
-            transfers, _ = self.plan_writes(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))
-        start_all(transfers)
+        self.write(entries, nbytes - sum(transfer.row.nbytes for transfer in transfers))
 
     def _written(self, entry: Entry, begun_s: float, transfer: Transfer) -> None:
         """Note that the write of ``entry``, begun at ``begun_s``, has ended, well or not."""

@@ -179,8 +179,7 @@ class _SmallGets:
         others: list[str] = []
         working_set = self._working_set
         with working_set.condition:
-            working_set.drain()
-            working_set.raise_failure()
+            working_set.catch_up()
             for name in names:
                 entry = working_set.peek(name)
                 if entry is None:

@@ -435,8 +435,7 @@ class PartValues:
     def _read(self, key: str, start: int, stop: int) -> torch.Tensor:
         working_set = self._working_set
         with self._condition:
-            working_set.drain()
-            working_set.raise_failure()
+            working_set.catch_up()
             entry = self._working_set.shown(key)
             if entry is None:
                 raise KeyError(key)

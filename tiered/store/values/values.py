@@ -180,7 +180,7 @@ class Values:
                 raise KeyError(key)
             if INLINE_NBYTES < entry.nbytes <= self._most_resident_nbytes:
                 return None
-            self.working_set.raise_failure()
+            self.working_set.catch_up()
             row = entry.row
             if row is None or row.inline is not None:
                 return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import WAIT_S, await_true, simulated_store, write_key
+from tests.store.rig import WAIT_S, await_true, beside, simulated_store, write_key
 from tiered.errors import CapacityError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
@@ -35,27 +36,18 @@ def crowded(deadline_s: float) -> Iterator[Store]:
         for index in range(NUM_SMALL):
             write_key(working_set, f"small {index}", SMALL_NBYTES, index)
         ended = threading.Event()
-        failures: list[BaseException] = []
 
         def lease_in_turn(index: int) -> None:
-            try:
-                while not ended.is_set():
-                    lease = working_set.lease(f"small {index}", "r")
-                    time.sleep(0.003)
-                    lease.release()
-            except BaseException as error:
-                failures.append(error)
+            while not ended.is_set():
+                lease = working_set.lease(f"small {index}", "r")
+                time.sleep(0.003)
+                lease.release()
 
-        threads = [threading.Thread(target=lease_in_turn, args=(index,)) for index in range(NUM_SMALL)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield store
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join(WAIT_S)
-        assert not failures and not any(thread.is_alive() for thread in threads)
+        with beside(*(functools.partial(lease_in_turn, index) for index in range(NUM_SMALL))):
+            try:
+                yield store
+            finally:
+                ended.set()
 
 
 def lease(working_set: Residency) -> None:
@@ -153,15 +145,10 @@ def test_the_death_of_a_tensor_wakes_who_waits_for_its_memory(num_waiting: int) 
         working_set = store.working_set
         write_key(working_set, "large", LARGE_NBYTES, 9)
         views = [working_set.lease("large", "r").tensor]
-        threads = [threading.Thread(target=reserve, args=(working_set,)) for _ in range(num_waiting)]
-        for thread in threads:
-            thread.start()
-        await_true(lambda: working_set.num_waiting == num_waiting)
-        time.sleep(0.05)  # all of them wait by now, or will find the end
-        views.clear()
-        for thread in threads:
-            thread.join(WAIT_S)
-        assert not any(thread.is_alive() for thread in threads)
+        with beside(*[lambda: reserve(working_set)] * num_waiting):
+            await_true(lambda: working_set.num_waiting == num_waiting)
+            time.sleep(0.05)  # all of them wait by now, or will find the end
+            views.clear()
 
 
 def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
@@ -169,20 +156,16 @@ def test_an_interrupt_of_who_waits_loses_no_end_of_a_lease() -> None:
         working_set = store.working_set
         write_key(working_set, "large", LARGE_NBYTES, 9)
         views: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: views.append(working_set.lease("large", "r").tensor))
-        thread.start()
-        thread.join()
+        with beside(lambda: views.append(working_set.lease("large", "r").tensor)):
+            pass
 
         def interrupt() -> None:
             await_true(lambda: working_set.num_waiting == 1)
             signal.raise_signal(signal.SIGINT)
             views.clear()
 
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
+        with beside(interrupt), pytest.raises(KeyboardInterrupt):
             reserve(working_set)
-        thread.join()
         reserve(working_set)
         assert not working_set.users and not working_set.num_waiting
 
@@ -191,24 +174,17 @@ def test_a_buffer_given_back_under_a_tensor_is_waited_for_as_a_lease_is() -> Non
     """By a caller in another thread; the thread that gave it back is told what keeps the bytes."""
     with simulated_store(deadline_s=WAIT_S) as store:
         working_set, is_given_back = store.working_set, threading.Event()
-        failures: list[BaseException] = []
 
         def give_back() -> None:
-            try:
-                buffer = working_set.reserve(LARGE_NBYTES)
-                tensor, _ = buffer.alias(LARGE_NBYTES, lambda reference: None)
-                working_set.unreserve(buffer)
-                with pytest.raises(CapacityError, match=r"96\.0 KiB \('a copy'\) kept alive by tensors"):
-                    reserve(working_set)
-                is_given_back.set()
-                await_true(lambda: working_set.num_waiting == 1)
-                del tensor
-            except BaseException as error:
-                failures.append(error)
+            buffer = working_set.reserve(LARGE_NBYTES)
+            tensor, _ = buffer.alias(LARGE_NBYTES, lambda reference: None)
+            working_set.unreserve(buffer)
+            with pytest.raises(CapacityError, match=r"96\.0 KiB \('a copy'\) kept alive by tensors"):
+                reserve(working_set)
+            is_given_back.set()
+            await_true(lambda: working_set.num_waiting == 1)
+            del tensor
 
-        thread = threading.Thread(target=give_back)
-        thread.start()
-        assert is_given_back.wait(WAIT_S)
-        reserve(working_set)
-        thread.join(WAIT_S)
-        assert not failures
+        with beside(give_back):
+            assert is_given_back.wait(WAIT_S)
+            reserve(working_set)
