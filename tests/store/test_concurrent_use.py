@@ -206,9 +206,6 @@ def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -
     store = gated.store
     store["a"] = numbers(12 * KiB)
     gated.catalog.may_apply.clear()
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    assert gated.catalog.reached.wait(WAIT_S)  # it is sealed
     late: list[Callable[[], object]] = [
         lambda: store.__setitem__("b", numbers(12 * KiB)),
         lambda: store.__setitem__("b", numbers(100)),
@@ -217,12 +214,13 @@ def test_what_comes_too_late_for_the_last_commit_is_refused(gated: GatedStore) -
         lambda: store.pop("a"),
         lambda: store.lease("a", mode="rw").__enter__(),
     ]
-    for write in late:
-        with pytest.raises(ClosedError, match="being closed"):
-            write()
-    assert torch.equal(store["a"], numbers(12 * KiB))
-    gated.catalog.may_apply.set()
-    closing.join()
+    with beside(store.close):
+        assert gated.catalog.reached.wait(WAIT_S)  # it is sealed
+        for write in late:
+            with pytest.raises(ClosedError, match="being closed"):
+                write()
+        assert torch.equal(store["a"], numbers(12 * KiB))
+        gated.catalog.may_apply.set()
     gated.open()
     assert list(gated.store) == ["a"]
 
@@ -239,12 +237,10 @@ def test_closing_waits_for_a_commit_that_another_thread_has_sealed_meanwhile(gat
 
     generations._end_unchanged = commit_first  # type: ignore[method-assign]
     store["a"] = numbers(PAGE)
-    closing = threading.Thread(target=store.close)
-    closing.start()
-    await_true(lambda: store.working_set.is_ending)
-    assert store.generation == 0 and gated.device.has_held.wait(WAIT_S)
-    gated.device.open()
-    closing.join(WAIT_S)
+    with beside(store.close):
+        await_true(lambda: store.working_set.is_ending)
+        assert store.generation == 0 and gated.device.has_held.wait(WAIT_S)
+        gated.device.open()
     gated.open()
     assert gated.store.generation == 1
     assert torch.equal(gated.store["a"], numbers(PAGE))
@@ -257,9 +253,8 @@ def test_closing_leaves_memory_to_a_transfer_that_another_thread_is_about_to_beg
     leased: list[int] = []
 
     def close_meanwhile(operation: Operation) -> None:
-        closing = threading.Thread(target=lambda: store._close(commit=False))
-        closing.start()
-        closing.join(WAIT_S)
+        with beside(lambda: store._close(commit=False)):
+            pass
         leased.append(arena.leased_nbytes)
 
     store["a"] = numbers(PAGE)

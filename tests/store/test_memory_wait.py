@@ -14,7 +14,7 @@ import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, await_true, beside, simulated_store, write_key
-from tiered.errors import CapacityError
+from tiered.errors import CapacityError, DeadlineError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -26,15 +26,19 @@ SMALL_NBYTES = 16 * KiB  # all of them are the budget
 LARGE_NBYTES = 96 * KiB
 
 
+def fill(working_set: Residency) -> None:
+    write_key(working_set, "large", LARGE_NBYTES, 9)
+    for index in range(NUM_SMALL):
+        write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+
+
 @contextmanager
 def crowded(deadline_s: float) -> Iterator[Store]:
     """A store with a large key and small ones, each of which a thread of its own leases again and again."""
     disk = SimulatedDisk(capacity_nbytes=4 * MiB, can_lose_power=False)
     with simulated_store(disk, deadline_s=deadline_s) as store:
         working_set = store.working_set
-        write_key(working_set, "large", LARGE_NBYTES, 9)
-        for index in range(NUM_SMALL):
-            write_key(working_set, f"small {index}", SMALL_NBYTES, index)
+        fill(working_set)
         ended = threading.Event()
 
         def lease_in_turn(index: int) -> None:
@@ -73,69 +77,44 @@ def test_who_asks_for_most_of_the_budget_is_served_before_the_deadline(ask: Call
     assert waited_s < deadline_s
 
 
-class Waiting:
-    """A store whose leases leave no room for the large key, and a thread that waits for it."""
-
-    def __init__(self, store: Store) -> None:
-        self.working_set = store.working_set
-        write_key(self.working_set, "large", LARGE_NBYTES, 9)
-        for index in range(NUM_SMALL):
-            write_key(self.working_set, f"small {index}", SMALL_NBYTES, index)
-        self.held = [self.working_set.lease(f"small {index}", "r") for index in range(3)]
-        self.raised: list[BaseException] = []
-        self.thread = threading.Thread(target=self._wait)
-        self.thread.start()
-
-    def _wait(self) -> None:
-        try:
-            lease(self.working_set)
-        except BaseException as error:
-            self.raised.append(error)
-
-    def until_it_is_starved(self) -> None:
-        def is_starved() -> bool:
-            with self.working_set.condition:
-                self.working_set.condition.notify_all()  # so that it looks again
-                return bool(self.working_set._starved)
-
-        await_true(is_starved)
-
-    def give_way(self) -> None:
-        """Release what is in its way, and wait for its end."""
-        while self.held:
-            self.held.pop().release()
-        self.thread.join(WAIT_S)
-        assert not self.thread.is_alive() and not self.working_set._starved
-
-
-def test_who_has_a_lease_goes_on_beside_a_starved_caller_and_others_stand_back_for_a_while() -> None:
-    """Whoever has the memory may wait, outside of the store, for a thread that stands back."""
+def test_a_starved_caller_keeps_no_other_thread_waiting_for_ever() -> None:
+    """A thread that has memory goes on at once; it may wait, outside of the store, for one that has none."""
     deadline_s = 5.0
     with simulated_store(deadline_s=deadline_s) as store:
-        waiting = Waiting(store)
-        waiting.until_it_is_starved()
-        begun_s = time.monotonic()
-        waiting.held.append(store.working_set.lease("small 5", "r"))
-        assert time.monotonic() - begun_s < deadline_s / 8
-        awaited = threading.Thread(target=lambda: store.working_set.lease("small 6", "r").release())
-        begun_s = time.monotonic()
-        awaited.start()
-        awaited.join(deadline_s / 2)
-        assert not awaited.is_alive() and time.monotonic() - begun_s > deadline_s / 8
-        waiting.give_way()
-        assert not waiting.raised
+        working_set = store.working_set
+        fill(working_set)
+        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
+
+        def is_starved() -> bool:
+            with working_set.condition:
+                working_set.condition.notify_all()  # so that it looks again
+                return bool(working_set._starved)
+
+        with beside(lambda: lease(working_set)):
+            await_true(is_starved)
+            begun_s = time.monotonic()
+            held.append(working_set.lease("small 5", "r"))
+            assert time.monotonic() - begun_s < deadline_s / 8
+            with beside(lambda: working_set.lease("small 6", "r").release()) as (other,):
+                other.join(deadline_s / 2)
+                assert not other.is_alive() and time.monotonic() - begun_s > deadline_s / 8
+                while held:
+                    held.pop().release()
+        assert not is_starved()
 
 
 def test_nothing_is_left_of_a_caller_that_gave_up() -> None:
     with simulated_store(deadline_s=0.4) as store:
-        waiting = Waiting(store)
-        waiting.thread.join(WAIT_S)
-        assert len(waiting.raised) == 1 and "did not happen within" in str(waiting.raised[0])
-        assert not store.working_set._starved
-        waiting.give_way()
-        lease(store.working_set)
+        working_set = store.working_set
+        fill(working_set)
+        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
+        with pytest.raises(DeadlineError, match="did not happen within"), beside(lambda: lease(working_set)):
+            pass
+        while held:
+            held.pop().release()
+        lease(working_set)
         with pytest.raises(CapacityError):
-            store.working_set.reserve(1 * MiB)
+            working_set.reserve(1 * MiB)
 
 
 @pytest.mark.parametrize("num_waiting", [1, 3])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import numbers, simulated_store
+from tests.store.rig import beside, numbers, simulated_store
 from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import ClosedError, UsageError
@@ -188,14 +188,10 @@ def test_another_thread_that_is_inside_is_waited_for() -> None:
             is_over.wait(20)
 
     with simulated_store() as store:
-        thread = threading.Thread(target=stay)
-        thread.start()
-        is_inside.wait()
-        asked = threading.Thread(target=store.commit)
-        asked.start()
-        is_over.set()
-        asked.join()
-        thread.join()
+        with beside(stay):
+            is_inside.wait()
+            with beside(store.commit):
+                is_over.set()
         assert store.generation == 1
 
 

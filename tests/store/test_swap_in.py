@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.store.rig import WAIT_S, GatedStore, numbers, stored
+from tests.store.rig import WAIT_S, GatedStore, beside, numbers, stored
 from tiered.bytes.device.base import IOClass
 from tiered.errors import DeviceError
 from tiered.units import KiB, MiB
@@ -47,13 +46,11 @@ def test_who_waits_for_a_read_ahead_makes_it_a_demand_read(gated: GatedStore) ->
     store.prefetch(KEYS)
     gated.device.has_held.clear()
     found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(store["k7"]))
-    thread.start()
-    assert gated.device.has_held.wait(WAIT_S)
-    demand = gated.device.held.pop()
-    assert demand.io_class is IOClass.DEMAND
-    gated.device.device.submit([demand])
-    thread.join(WAIT_S)
+    with beside(lambda: found.append(store["k7"])):
+        assert gated.device.has_held.wait(WAIT_S)
+        demand = gated.device.held.pop()
+        assert demand.io_class is IOClass.DEMAND
+        gated.device.device.submit([demand])
     assert torch.equal(found[0], numbers(NBYTES, 7))
     assert len(gated.device.held) == 2  # the others are where they were
     assert not store.working_set.is_resident("k6")
@@ -78,10 +75,8 @@ def test_a_key_whose_read_is_in_line_can_be_replaced_and_rolled_back(gated: Gate
     store = gated.store
     store.commit()
     store.prefetch(KEYS)
-    thread = threading.Thread(target=store.__setitem__, args=("k7", numbers(NBYTES, 70)))
-    thread.start()
-    gated.device.open()
-    thread.join(WAIT_S)
+    with beside(lambda: store.__setitem__("k7", numbers(NBYTES, 70))):
+        gated.device.open()
     assert torch.equal(store["k7"], numbers(NBYTES, 70))
     store.rollback()
     assert torch.equal(store["k7"], numbers(NBYTES, 7))
@@ -90,8 +85,6 @@ def test_a_key_whose_read_is_in_line_can_be_replaced_and_rolled_back(gated: Gate
 def test_a_store_closes_with_reads_in_line(gated: GatedStore) -> None:
     gated.store.commit()
     gated.store.prefetch(KEYS)
-    thread = threading.Thread(target=gated.store.close)
     gated.device.open()
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    with beside(gated.store.close):
+        pass
