@@ -109,6 +109,38 @@ def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_la
     working_set.delete(["a"])
 
 
+@pytest.mark.parametrize("place", ["leased", "seen", "in DRAM", "on NVMe"])
+def test_bytes_that_are_dropped_leave_a_key_without_bytes_and_are_not_written(
+    place: str, working_set: Residency
+) -> None:
+    working_set.create("a", 4 * PAGE, scratch=True)  # more than an eighth of the budget: it would be written ahead
+    for content in range(3):
+        before = working_set.statistics()
+        lease = working_set.lease_anew("a")
+        lease.tensor.fill_(content)
+        seen = lease.tensor if place == "seen" else None
+        if place == "in DRAM" or place == "on NVMe":
+            lease.release()
+        if place == "on NVMe":
+            stored(working_set, "a")
+            working_set.unreserve(working_set.reserve(BUDGET))
+            assert working_set.entries["a"].landing
+        assert working_set.has_bytes("a")
+        working_set.drop_bytes("a", lease if place in ("leased", "seen") else None)
+        assert working_set.has("a") and not working_set.has_bytes("a")
+        entry = working_set.entries["a"]
+        assert entry.residence is entry.row is entry.landing is None
+        with pytest.raises(UsageError, match="no bytes yet"):
+            working_set.lease("a", "r")
+        after = working_set.statistics()
+        if place in ("leased", "seen"):
+            assert after.swaps.swap_out_bytes == before.swaps.swap_out_bytes
+        if seen is not None:
+            assert after.orphan_bytes == 4 * PAGE and bool((seen == content).all())
+            del seen
+        assert working_set.statistics().arena_bytes == before.arena_bytes
+
+
 def test_prefetch_leaves_room_for_what_is_leased_before_its_use(working_set: Residency) -> None:
     for key in "ab":
         write_key(working_set, key, 6 * PAGE, 1)

@@ -17,7 +17,18 @@ from tiered.errors import LeaseError, UsageError
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, UnknownSpec
 from tiered.store.waiting.calling_thread import this_thread
 
-__all__ = ["Alias", "BlockWrites", "Entry", "EntryState", "Granted", "LeaseNeeds", "Record", "Residence", "Stored"]
+__all__ = [
+    "Alias",
+    "BlockWrites",
+    "Entry",
+    "EntryState",
+    "Granted",
+    "LeaseNeeds",
+    "Record",
+    "Residence",
+    "Stored",
+    "tensor_over",
+]
 
 
 class EntryState(enum.Enum):
@@ -29,7 +40,8 @@ class EntryState(enum.Enum):
     CLEAN -> STORED [Eviction._evict]; -> DIRTY [Residency._grant for writing, a put]
     DIRTY -> DEPARTING [SwapInOut._swap_out]; -> CLEAN [Eviction._make_clean; where inline SwapInOut.land_inline]
     DEPARTING -> CLEAN, or DIRTY where the write failed [SwapInOut._written]
-    any but ARRIVING and DEPARTING -> STORED, UNDEFINED [Residency.roll_back]; -> UNDEFINED [a delete]
+    any but ARRIVING and DEPARTING -> STORED, UNDEFINED [Residency.roll_back]
+    any but ARRIVING and DEPARTING -> UNDEFINED [a delete, Residency.drop_bytes]
     """
 
     UNDEFINED = "undefined"  # nowhere: created, not yet written; no DRAM, no extents
@@ -147,6 +159,18 @@ class BlockWrites:
         """Note that ``blocks`` of a page are fresh."""
         if not self.owns_all:
             self.fresh[page] = self.fresh.get(page, 0) | (1 << len(blocks)) - 1 << blocks.start
+
+
+def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor: itself, if it is that.
+
+    It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
+    """
+    if spec.dtype == torch.uint8 and len(spec.shape) == 1:
+        return flat
+    tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
+    tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
+    return tensor
 
 
 Granted = tuple[Alias, Spec, Residence | None]

@@ -92,6 +92,11 @@ class Entries:
         found = self._entries.get(name)
         return found.version if isinstance(found, Entry) else 0
 
+    def has_bytes(self, name: str) -> bool:
+        """Return whether there is a key of ``name`` that is not UNDEFINED. Needs no lock."""
+        found = self._entries.get(name)
+        return found is not None and not (isinstance(found, Entry) and found.state is EntryState.UNDEFINED)
+
     def __getitem__(self, name: str) -> Entry:
         entry = self.get(name)
         if entry is None:
@@ -227,6 +232,16 @@ class KeyTable(PagedRows):
         if entry.committed is not None or (self.sealed is not None and entry in self.sealed.rows):
             self.removed[entry] = None
         entry.row = None
+        entry.state = EntryState.UNDEFINED
+
+    def _empty(self, entry: Entry) -> None:
+        """Make a settled scratch entry UNDEFINED again; its buffer, if any, is the caller's to drop."""
+        assert entry.scratch and entry.is_settled, entry
+        self._hidden.add(entry)
+        self._free_landing(entry)
+        self.free_blocks(entry)
+        entry.row = entry.digests = None
+        entry.outdate()
         entry.state = EntryState.UNDEFINED
 
     # Below: where bytes go

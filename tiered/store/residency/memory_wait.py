@@ -1,5 +1,6 @@
-"""MemoryWait: callers wait here for bytes of the DRAM budget: what is dirty is written, what is lent is asked for.
+"""MemoryWait: callers wait for bytes of the DRAM budget: what is dirty is written, what is lent is asked for.
 
+They wait here for a change of an entry, too.
 swap_in_out.py chooses the entries to write, the policy those to evict.
 """
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from tiered.bytes.arena import Buffer
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, DeadlineError
-from tiered.store.residency.entry import EntryState, Residence
+from tiered.store.residency.entry import Entry, EntryState, Residence
 from tiered.store.residency.eviction import EvictionPolicy
 from tiered.store.residency.swap_in_out import Shortage, SwapInOut
 from tiered.store.transfers.transfer import SLAB_NBYTES, start_all
@@ -249,6 +250,24 @@ class MemoryWait(SwapInOut):
                 raise CapacityError(self._explain(needed))
 
     # Below: under the lock
+
+    def wait_for_entry(self, entry: Entry, deadline: Deadline) -> None:
+        """Wait for a change of ``entry``; its bytes in DRAM are not evicted meanwhile."""
+        residence = None if entry.residence is None else self.claim(entry.residence)
+        reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
+        if entry.is_pending and entry.state is not EntryState.ARRIVING:
+            reason = Wait.COMMIT
+        elif residence is not None and residence.updater is not None:
+            reason = Wait.UPDATE
+        begun = self.recorder.begin()
+        try:
+            commit = self.commit_progress() if entry.is_pending else None
+            is_moving = entry.state in (EntryState.ARRIVING, EntryState.DEPARTING)
+            deadline.wait(self.condition, (commit, self.space.progress.num_blocks if is_moving else 0))
+        finally:
+            self.recorder.waited(reason, entry.name, begun)
+            if residence is not None:
+                self.unclaim(residence)
 
     def _stand_back(self, deadline: Deadline) -> None:
         """Let starved callers go first, before the caller with ``deadline`` takes or pins memory."""

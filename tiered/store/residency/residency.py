@@ -21,29 +21,16 @@ from tiered.errors import ClosedError, LeaseError
 from tiered.stats import WorkingSetStatistics
 from tiered.store.format.root import Root
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
-from tiered.store.residency.entry import Alias, Entry, EntryState, Granted, LeaseNeeds, Residence
+from tiered.store.residency.entry import Alias, Entry, EntryState, Granted, LeaseNeeds, Residence, tensor_over
 from tiered.store.residency.memory_wait import Callbacks, MemoryWait
 from tiered.store.residency.paged_rows import ReadPage
 from tiered.store.space.space import Space
 from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.calling_thread import refuse_modes, this_thread
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.recorder import Wait
 from tiered.store.waiting.refusals import Refusals
 
 __all__ = ["Lease", "ReadPastError", "Residency"]
-
-
-def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """Return the tensor of ``spec`` on the storage of ``flat``, a (nbytes,) uint8 tensor: itself, if it is that.
-
-    It is no view in autograd's sense: nothing but the storage itself keeps the bytes alive.
-    """
-    if spec.dtype == torch.uint8 and len(spec.shape) == 1:
-        return flat
-    tensor = torch.empty(0, dtype=spec.dtype, device="cpu")
-    tensor.set_(flat.untyped_storage(), 0, spec.shape)  # type: ignore[call-overload]  # a storage is a source too
-    return tensor
 
 
 class Lease:
@@ -179,6 +166,24 @@ class Residency(MemoryWait):
             self.write_ahead()
         return lease
 
+    def lease_anew(self, key: str) -> Lease:
+        """Lease ``key``, a scratch key without bytes, for "w"; as ``lease``, but costs less where memory is free.
+
+        For callers that nothing interrupts, inside of ``mark``.
+        """
+        self.check(writing=True)
+        refuse_modes("lease", key)
+        granted: Granted | None = None
+        with self.condition:
+            self.drain()
+            entry = self.entries.get(key)
+            is_new = entry is not None and entry.state is EntryState.UNDEFINED and not self.is_ending
+            if entry is not None and is_new and not self.num_waiting and self.write_error is None:
+                buffer = self.allocate_nowait(self.space.round_up(entry.nbytes))
+                if buffer is not None:
+                    granted = self._grant(entry, "w", buffer, is_brief=False)
+        return self.lease(key, "w") if granted is None else self._show(key, "w", granted)
+
     @uninterrupted
     def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
         """Lease each of ``keys`` for "rw", or none; other threads that want them wait for the end, and are not refused.
@@ -241,6 +246,24 @@ class Residency(MemoryWait):
             if alias.has_ended:
                 self._remove(lease.key)
         return alias.has_ended
+
+    @uninterrupted
+    def drop_bytes(self, key: str, lease: Lease | None = None) -> None:
+        """Drop the bytes of scratch ``key``, unwritten, and its device space; release ``lease``, which has them.
+
+        The key stays. Bytes that a living tensor shows stay counted until it dies. Blocks while they are in flight.
+        """
+        alias = None if lease is None else lease.end()
+        self.check(writing=True)
+        with self.mark, self.condition:
+            if alias is not None:
+                self.end_leases((alias,), is_written=False)
+                self._make_common(alias.residence)
+            entry = self.idle_entry(key, "deletion")
+            if entry is not None:
+                self.drop(entry)
+                self._hold(entry, False)
+                self._empty(entry)
 
     def change_share(self, lease: Lease) -> None:
         """Count the bytes of ``lease``, which another thread has taken, in the bytes set aside."""
@@ -419,6 +442,10 @@ class Residency(MemoryWait):
         """Whether ``key`` exists now. Takes no lock."""
         return key in self.entries  # order: ``get`` may change the table, which is for holders of the lock
 
+    def has_bytes(self, key: str) -> bool:
+        """Whether ``key`` exists and was written, or is leased to be. Takes no lock."""
+        return self.entries.has_bytes(key)
+
     def version(self, key: str) -> int:
         """Return a number that the bytes of ``key`` share with none before them, whoever wrote; 0: unknown.
 
@@ -504,24 +531,6 @@ class Residency(MemoryWait):
                 raise LeaseError(f"{operation} of {key!r}, which is leased for writing; release the lease first")
             deadline = deadline or Deadline(f"{operation} of {key!r}", self.deadline_s)
             self.wait_for_entry(entry, deadline)
-
-    def wait_for_entry(self, entry: Entry, deadline: Deadline) -> None:
-        """Wait for a change of ``entry``; its bytes in DRAM are not evicted meanwhile."""
-        residence = None if entry.residence is None else self.claim(entry.residence)
-        reason = Wait.READ if entry.state is EntryState.ARRIVING else Wait.WRITE
-        if entry.is_pending and entry.state is not EntryState.ARRIVING:
-            reason = Wait.COMMIT
-        elif residence is not None and residence.updater is not None:
-            reason = Wait.UPDATE
-        begun = self.recorder.begin()
-        try:
-            commit = self.commit_progress() if entry.is_pending else None
-            is_moving = entry.state in (EntryState.ARRIVING, EntryState.DEPARTING)
-            deadline.wait(self.condition, (commit, self.space.progress.num_blocks if is_moving else 0))
-        finally:
-            self.recorder.waited(reason, entry.name, begun)
-            if residence is not None:
-                self.unclaim(residence)
 
     def replace_entry(
         self, old: Entry | None, key: str, spec: Spec, *, scratch: bool, key_id: int | None = None
