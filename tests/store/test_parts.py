@@ -355,42 +355,25 @@ def test_a_part_over_bytes_that_cannot_leave_dram_is_an_error_at_once() -> None:
         store.write_part("a", 0, numbers(10))
 
 
-def test_parts_of_an_inline_tensor_are_written_by_many_threads() -> None:
-    with simulated_store() as store:
-        store["a"] = torch.zeros(400, dtype=torch.uint8)
+@pytest.mark.parametrize(("nbytes", "part"), [(400, 1), (40 * 4096, 1024)], ids=["inline", "blocks"])
+def test_parts_of_one_tensor_are_written_by_many_threads(nbytes: int, part: int) -> None:
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
+        store.put("a", torch.zeros(nbytes, dtype=torch.uint8), block_size="4KiB")
+        store.commit()
 
         def write(number: int) -> None:
-            for start in range(number, 400, 4):
-                store.write_part("a", start, torch.ones(1, dtype=torch.uint8))
+            for start in range(number * part, nbytes, 4 * part):
+                store.write_part("a", start, torch.full((part,), number + 1, dtype=torch.uint8))
+                if number == 3 and start % (16 * part) < 4 * part:
+                    store.commit(wait=False)
 
         threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert store["a"].all()
-
-
-def test_parts_of_one_tensor_are_written_by_many_threads() -> None:
-    store = simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB)
-    value = torch.zeros(40 * 4096, dtype=torch.uint8)
-    store.put("a", value, block_size="4KiB")
-    store.commit()
-
-    def write(number: int) -> None:
-        for start in range(number * 1024, value.numel(), 4 * 1024):
-            store.write_part("a", start, torch.full((1024,), number + 1, dtype=torch.uint8))
-            if number == 3 and start % (16 * 1024) < 4 * 1024:
-                store.commit(wait=False)
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = torch.tensor([1, 2, 3, 4], dtype=torch.uint8).repeat_interleave(1024).repeat(40)
-    assert torch.equal(store["a"], expected)
-    store.close()
+        expected = torch.tensor([1, 2, 3, 4], dtype=torch.uint8).repeat_interleave(part).repeat(nbytes // (4 * part))
+        assert torch.equal(store["a"], expected)
 
 
 def test_refusals() -> None:

@@ -135,7 +135,6 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
-        self.working_set.check(writing=True)
         if key not in self:
             raise KeyError(key)
         self.working_set.delete([self._producers.settled(key)])

@@ -185,7 +185,7 @@ class Transfer:
         return True
 
     def cancel(self, reason: BaseException) -> None:
-        """End a transfer of which nothing was submitted."""
+        """End a transfer that has submitted nothing."""
         self._cancel(NotSubmittedError(reason))
 
     def _cancel(self, error: Exception) -> None:

@@ -29,7 +29,7 @@ from tiered.store.transfers.transfer import submit_all
 from tiered.store.values.streaming import give_back, install, new_row, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import LARGE_NBYTES, Values
-from tiered.store.values.window import Job, OnDone, Window
+from tiered.store.values.window import OnDone, Window, WindowJob
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
@@ -155,7 +155,7 @@ class _SmallGets:
         for row in self._reading.values():
             self._working_set.space.end_stream(row)
 
-    def _jobs(self, names: Sequence[str]) -> Iterator[Job]:
+    def _jobs(self, names: Sequence[str]) -> Iterator[WindowJob]:
         nbytes, align = _batch_nbytes(self._working_set), self._working_set.space.round_up
         for i in range(0, len(names), _NUM_LOOKED_UP):
             rows = self._look_up(names[i : i + _NUM_LOOKED_UP])
@@ -169,9 +169,9 @@ class _SmallGets:
             if rows:
                 yield self._job(rows[start:], size)
 
-    def _job(self, rows: list[Row], nbytes: int) -> Job:
+    def _job(self, rows: list[Row], nbytes: int) -> WindowJob:
         what = f"read of {rows[0].name!r} and {len(rows) - 1} more"
-        return Job(nbytes, what, lambda buffer, on_done: self._read(rows, buffer, on_done))
+        return WindowJob(nbytes, what, lambda buffer, on_done: self._read(rows, buffer, on_done))
 
     def _look_up(self, names: Sequence[str]) -> list[Row]:
         """Return the rows to read, in the order of their places, each with a stream begun; note the others."""
@@ -298,10 +298,10 @@ class _Puts:
         dirty_bytes = working_set.dirty_bytes + working_set.writing_bytes
         return dirty_bytes + self._spec.nbytes <= working_set.budget_bytes // 8
 
-    def _jobs(self, window: Window) -> Iterator[Job]:
+    def _jobs(self, window: Window) -> Iterator[WindowJob]:
         while self._value is not None:
             if self._is_small() and (self._rows or not self._has_room()):
-                yield Job(_batch_nbytes(self._working_set), f"put of {self._key!r} and more", self._write)
+                yield WindowJob(_batch_nbytes(self._working_set), f"put of {self._key!r} and more", self._write)
                 continue
             # Order: all earlier values are put first, and one that waits for DRAM must not wait for the window's.
             window.drain()

@@ -25,7 +25,7 @@ from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Space
 from tiered.store.space.stripes import block_order
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
-from tiered.store.values.window import Job, OnDone, Window
+from tiered.store.values.window import OnDone, Window, WindowJob
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up
 
@@ -133,7 +133,7 @@ class StreamedValues:
                 with self._condition:
                     self._space.end_stream(reading.popleft())
 
-        def jobs() -> Iterator[Job]:
+        def jobs() -> Iterator[WindowJob]:
             for name in names:
                 with self._condition:
                     working_set = self._working_set
@@ -169,11 +169,11 @@ class StreamedValues:
 
 def slab_jobs(
     row: Row, move: Callable[[int, Buffer, OnDone], Iterator[Transfer]], slabs: Iterable[int] | None = None
-) -> Iterator[Job]:
+) -> Iterator[WindowJob]:
     """Yield a job for each of ``slabs`` of ``row`` (default: all, in order); its movements are ``move(slab, ...)``."""
     nbytes = min(row.nbytes, SLAB_NBYTES)
     for slab in range(num_blocks(row.nbytes, SLAB_NBYTES)) if slabs is None else slabs:
-        yield Job(nbytes, f"transfer of slab {slab} of {row.name!r}", functools.partial(move, slab))
+        yield WindowJob(nbytes, f"transfer of slab {slab} of {row.name!r}", functools.partial(move, slab))
 
 
 def slab_transfer(space: Space, row: Row, slab: int, buffer: Buffer, io_class: IOClass, on_done: OnDone) -> Transfer:

@@ -15,7 +15,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.store.residency.residency import Residency
 from tiered.store.waiting.deadline import Deadline
 
-__all__ = ["NUM_IN_FLIGHT", "Job", "Movement", "OnDone", "Window"]
+__all__ = ["NUM_IN_FLIGHT", "Movement", "OnDone", "Window", "WindowJob"]
 
 NUM_IN_FLIGHT = 3
 """Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
@@ -38,10 +38,10 @@ class Movement(Protocol):
 
 
 OnDone = Callable[[Any], None]
-"""What a movement calls with itself once it is done."""
+"""The callback of a movement, which takes the movement once it is done."""
 
 
-class Job(NamedTuple):
+class WindowJob(NamedTuple):
     """One use of one buffer.
 
     ``movements(buffer, on_done)`` runs in the window's caller, without the store's lock. The iterator fills the buffer
@@ -64,7 +64,7 @@ class Window:
     def __init__(self, working_set: Residency) -> None:
         self.has_failed = False  # a write has
         self._working_set = working_set
-        self._flying: deque[tuple[Job, Iterator[Movement], Movement]] = deque()  # oldest first
+        self._flying: deque[tuple[WindowJob, Iterator[Movement], Movement]] = deque()  # oldest first
         self._buffers: dict[Movement, Buffer] = {}
         self._idle: list[Buffer] = []
         self._num_done = 0
@@ -73,7 +73,7 @@ class Window:
         self._is_abandoned = False
         self._on_idle: Callable[[], object] | None = None
 
-    def run(self, jobs: Iterable[Job], first: Buffer | None = None) -> None:
+    def run(self, jobs: Iterable[WindowJob], first: Buffer | None = None) -> None:
         """Carry out ``jobs``; the first exception of one of them ends it.
 
         ``first``, reserved by the caller, becomes the window's: jobs that fit in it never wait for memory.
@@ -109,7 +109,7 @@ class Window:
         while self._idle:
             self._working_set.unreserve(self._idle.pop())
 
-    def _start(self, job: Job, movements: Iterator[Movement], movement: Movement, buffer: Buffer) -> None:
+    def _start(self, job: WindowJob, movements: Iterator[Movement], movement: Movement, buffer: Buffer) -> None:
         self._flying.append((job, movements, movement))
         with self._working_set.condition:
             self._buffers[movement] = buffer

@@ -79,7 +79,7 @@ class Recorder:
         self.clock: StreamClock | None = None
         self._device: weakref.WeakMethod[Callable[[], ComputeDeviceStatistics]] | None = None
         self._lock = threading.Lock()
-        self._totals: dict[tuple[str, str], _Total] = {}  # (who, word); few
+        self._totals: dict[tuple[str, str], tuple[int, float]] = {}  # (who, word) -> how often, how long; few
         self._classes: dict[str, str] = {}  # prefix of keys -> class
         self._moved: dict[str, list[int]] = {}  # class -> bytes read, bytes written
         self._num_in_flight = 0
@@ -151,7 +151,7 @@ class Recorder:
         device = None if self._device is None else self._device()
         with CRITICAL_SECTION.lock, self._lock:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since_s if self._num_in_flight else 0.0)
-            totals = [(who, word, total.num, total.seconds) for (who, word), total in self._totals.items()]
+            totals = [(*names, *total) for names, total in self._totals.items()]
             return RecorderStatistics(
                 waits=tuple(
                     WaitStatistics(who, _REASONS[word], seconds) for who, word, _, seconds in totals if word in _REASONS
@@ -184,11 +184,8 @@ class Recorder:
     def add(self, word: str, subject: str, who: str, start_s: float, end_s: float, *, nbytes: int = 0) -> None:
         """Note that ``who``, a thread or a stream, did ``word`` from ``start_s`` to ``end_s``."""
         with CRITICAL_SECTION.lock, self._lock:
-            total = self._totals.get((who, word))
-            if total is None:
-                total = self._totals[who, word] = _Total()
-            total.num += 1
-            total.seconds += end_s - start_s
+            num, seconds = self._totals.get((who, word), (0, 0.0))
+            self._totals[who, word] = num + 1, seconds + end_s - start_s
             if self.is_recording:
                 self._ring.add(word, subject, who, start_s, end_s, nbytes)
 
@@ -202,16 +199,6 @@ class _Current(threading.local):
 
 
 _CURRENT = _Current()
-
-
-class _Total:
-    """How often and how long one thread did one thing."""
-
-    __slots__ = ("num", "seconds")
-
-    def __init__(self) -> None:
-        self.num = 0
-        self.seconds = 0.0
 
 
 class _Ring:
