@@ -62,30 +62,6 @@ def in_thread(action: Callable[[], object]) -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("what", ["part", "whole"])
-def test_a_reader_of_parts_that_were_rolled_back_keeps_what_they_stand_on(what: str) -> None:
-    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
-        value = numbers(NBYTES, 1)
-        store.put("a", value, block_size="4KiB")
-        store.commit()
-        store.write_part("a", 5000, numbers(100, 2))
-        value[5000:5100] = numbers(100, 2)
-        row = store._values._row_past("a")  # as get does
-        assert row is not None and row.pages is not None
-        store.rollback()
-        store.write_part("a", 20_000, numbers(12_000, 3))
-        if what == "whole":
-            store["a"] = numbers(NBYTES, 9)
-        store.commit()
-        for number in range(4):
-            store[f"other {number}"] = numbers(16 * KiB, 50 + number)
-            store.commit()
-        assert torch.equal(read(store, row), value)
-        del store["a"]
-        store.commit()
-        assert store.working_set.space.used_nbytes == 4 * 16 * KiB
-
-
 def test_a_reader_of_parts_of_one_key_is_nothing_to_the_key_that_had_the_extents_before() -> None:
     with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
         store.put("a", numbers(NBYTES, 1), block_size="4KiB")

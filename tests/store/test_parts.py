@@ -6,7 +6,7 @@ import contextlib
 import random
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -251,37 +251,75 @@ def read(store: Store, row: Row) -> torch.Tensor:
     return found
 
 
-def test_a_reader_of_parts_that_are_replaced_keeps_what_they_stand_on() -> None:
-    """The row below them has no pages, and is given up as a whole."""
-    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
-        value = numbers(48 * KiB, 1)
-        store.put("a", value, block_size="4KiB")
+def put_others(store: Store, nbytes: int) -> None:
+    """Put and commit four tensors, which take what is free."""
+    for number in range(4):
+        store[f"other {number}"] = numbers(nbytes, 50 + number)
         store.commit()
-        store.write_part("a", 5000, numbers(100, 2))
-        value[5000:5100] = numbers(100, 2)
-        row = store._values._row_past("a")
-        assert row is not None and row.pages is not None
-        store["a"] = numbers(48 * KiB, 3)
-        store.commit()
-        for number in range(4):
-            store[f"other {number}"] = numbers(48 * KiB, 4 + number)
-            store.commit()
-        assert torch.equal(read(store, row), value)
 
 
-def test_a_reader_of_a_tensor_without_pages_keeps_its_blocks_when_parts_are_written() -> None:
-    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=64 * KiB) as store:
-        value = numbers(48 * KiB, 1)
+def replace_all(store: Store) -> None:
+    store["a"] = numbers(48 * KiB, 3)
+    store.commit()
+    put_others(store, 48 * KiB)
+
+
+def write_parts(store: Store) -> None:
+    for number in range(3):
+        store.write_part("a", 5000, numbers(20_000, 2 + number))
+        store.commit()
+        put_others(store, 24 * KiB)
+
+
+def roll_parts_back(store: Store) -> None:
+    store.rollback()
+    store.write_part("a", 20_000, numbers(12_000, 3))
+    store.commit()
+    put_others(store, 16 * KiB)
+
+
+def roll_parts_back_and_replace_all(store: Store) -> None:
+    store.rollback()
+    store.write_part("a", 20_000, numbers(12_000, 3))
+    replace_all(store)
+
+
+def change_all_pages(store: Store) -> None:
+    store.write_part("a", 0, numbers(5000, 2))
+    store.write_part("a", 4 * MiB + 100, numbers(5000, 3))
+    store.commit()
+    store["a"] = numbers(LARGE, 4)
+    store.commit()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "has_part", "change"),
+    [
+        (48 * KiB, True, replace_all),  # the row below the parts has no pages, and is given up as a whole
+        (48 * KiB, False, write_parts),  # the row has no pages when the reader begins
+        (48 * KiB, True, roll_parts_back),
+        (48 * KiB, True, roll_parts_back_and_replace_all),
+        (LARGE, False, change_all_pages),
+    ],
+)
+def test_a_reader_keeps_its_blocks_whatever_is_done_to_the_key(
+    nbytes: int, has_part: bool, change: Callable[[Store], None]
+) -> None:
+    budget_nbytes = 64 * KiB if nbytes < MiB else 8 * MiB
+    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=budget_nbytes) as store:
+        value = numbers(nbytes, 1)
         store.put("a", value, block_size="4KiB")
         store.commit()
+        if has_part:
+            store.write_part("a", 5000, numbers(100, 2))
+            value[5000:5100] = numbers(100, 2)
         row = store._values._row_past("a")
-        assert row is not None and row.pages is None
-        for number in range(3):
-            store.write_part("a", 5000, numbers(20_000, 2 + number))
-            store.commit()
-            store[f"other {number}"] = numbers(24 * KiB, 9 + number)
-            store.commit()
+        assert row is not None and (row.pages is not None) is (has_part or nbytes == LARGE)
+        change(store)
         assert torch.equal(read(store, row), value)
+        del store["a"]
+        store.commit()
+        assert store.working_set.space.used_nbytes == sum(record.nbytes for record in store.records())
 
 
 def test_a_reader_of_a_tensor_that_is_leased_for_writing_keeps_its_blocks() -> None:
@@ -301,21 +339,6 @@ def test_a_reader_of_a_tensor_that_is_leased_for_writing_keeps_its_blocks() -> N
         assert torch.equal(read(store, row), value)
         assert store.working_set.space.used_nbytes == -(-LARGE // 4096) * 4096
         assert torch.equal(store["a"], numbers(LARGE, 2))
-
-
-def test_a_stream_keeps_each_page_that_any_later_version_changes() -> None:
-    with simulated_store(SimulatedDisk(can_lose_power=False), budget_nbytes=8 * MiB) as store:
-        value = numbers(LARGE, 1)
-        store.put("a", value, block_size="4KiB")
-        store.commit()
-        row = store._values._row_past("a")
-        assert row is not None
-        store.write_part("a", 0, numbers(5000, 2))
-        store.write_part("a", 4 * MiB + 100, numbers(5000, 3))
-        store.commit()
-        store["a"] = numbers(LARGE, 4)
-        store.commit()
-        assert torch.equal(read(store, row), value)
 
 
 def test_a_reader_that_begins_with_the_committed_tensor_reads_no_later_page() -> None:
