@@ -176,7 +176,6 @@ class _SmallGets:
     def _look_up(self, names: Sequence[str]) -> list[Row]:
         """Return the rows to read, in the order of their places, each with a stream begun; note the others."""
         rows: list[Row] = []
-        others: list[str] = []
         working_set = self._working_set
         with working_set.condition:
             working_set.catch_up()
@@ -189,8 +188,7 @@ class _SmallGets:
                 if is_here and row is not None and _is_small(working_set, row.nbytes) and row.num_blocks == 1:
                     rows.append(row)
                 else:
-                    others.append(name)
-            self._others += others
+                    self._others.append(name)
             if len(rows) < _MIN_NUM_KEYS:
                 self._others += [row.name for row in rows]
                 return []
