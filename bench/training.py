@@ -265,9 +265,7 @@ def open_store(settings: Settings, folder: Path) -> tiered.Store:
     )
     root = empty_root(uuid.uuid4().bytes, 1)
     catalog = SqliteCatalog.create(folder / "catalog.db", root) if settings.durable else None
-    return tiered.Store._from_parts(
-        Parts(Arena(parse_bytes(settings.dram)), [device], catalog), durable=settings.durable
-    )
+    return tiered.Store._from_parts(Parts(Arena(parse_bytes(settings.dram)), [device], catalog))
 
 
 class Counters:

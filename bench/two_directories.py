@@ -55,7 +55,7 @@ def open_store(folder: Path, args: argparse.Namespace, stack: ExitStack) -> Stor
         device = open_device(folder / name, args.engine)
         devices.append(ThrottledDevice(device, read_bytes_per_s=args.limit, write_bytes_per_s=args.limit))
     catalog = SqliteCatalog.create(None, empty_root(uuid.uuid4().bytes, 2))
-    store = Store._from_parts(Parts(Arena(args.dram), devices, catalog), durable=True, deadline_s=60.0)
+    store = Store._from_parts(Parts(Arena(args.dram), devices, catalog), deadline_s=60.0)
     stack.callback(store.close)
     return store
 

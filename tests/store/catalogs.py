@@ -5,8 +5,6 @@ import sqlite3
 from contextlib import closing, contextmanager
 from dataclasses import replace
 
-from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.checksum import PAGE_BLOCKS, num_blocks
 from tiered.store.format.root import Root
@@ -67,17 +65,6 @@ class SqliteHome:
 
     def reopen(self, **options):
         return SqliteCatalog(self.path, **options)
-
-
-class SimulatedHome:
-    def __init__(self, directory):
-        self.disk = SimulatedDisk()
-
-    def create(self, root=ROOT):
-        return SimulatedCatalog.create(self.disk, root)
-
-    def reopen(self):
-        return SimulatedCatalog(self.disk)
 
 
 def loaded(catalog):

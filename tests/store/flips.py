@@ -109,9 +109,7 @@ class Subject:
             return Store(*self.directories, dram="8MiB", mode=mode)
         parts = open_parts(self.directories, Arena(8 * MiB), durable=True, engine="auto", mode=mode)
         parts.confirmation = Together(chosen)
-        store = Store.__new__(Store)
-        store.device_memory = None
-        store._assemble(parts, durable=True, mode=mode, deadline_s=WAIT_S)
+        store = Store._from_parts(parts, mode=mode, deadline_s=WAIT_S)
         return store
 
     def restore(self, image: Image) -> None:

@@ -300,8 +300,6 @@ def _store_of_files(place: Path, engine: str, fault: _Short) -> Store:
     options = {} if engine.startswith("uring") else {"num_threads": 2}
     device: Faulty = ENGINES[engine](directories.paths[0], **options)
     device.fault = fault
-    store = Store.__new__(Store)
-    store.device_memory = None
     parts = Parts(Arena(8 * MiB), [device], catalog, directories)
-    store._assemble(parts, durable=True, mode="a", deadline_s=WAIT_S)
+    store = Store._from_parts(parts, deadline_s=WAIT_S)
     return store

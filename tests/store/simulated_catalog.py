@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from tests.devices.simulated_disk import SimulatedDisk
 from tiered.errors import DeviceError, UsageError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
-from tiered.store.format.root import Root
+from tiered.store.format.root import Root, RootHeader
 
 __all__ = ["SimulatedCatalog", "changed_catalog"]
 
@@ -41,7 +41,7 @@ class SimulatedCatalog(SqliteCatalog):
         with self._using("open") as connection:
             connection.deserialize(image)
 
-    def _transact(self, verb: str, write: Callable[[sqlite3.Connection], None]) -> None:
+    def _transact(self, verb: str, write: Callable[[sqlite3.Connection, RootHeader], None]) -> None:
         before = self._disk.load(_NAME)
         super()._transact(verb, write)
         try:

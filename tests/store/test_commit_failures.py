@@ -359,9 +359,7 @@ def drive(tmp_path: Path) -> Iterator[Callable[[], tuple[Store, FaultyThreads]]]
         catalog = SqliteCatalog.create(path, root) if directories.created else SqliteCatalog(path)
         device = FaultyThreads(directories.paths[0], num_threads=2)
         parts = Parts(Arena(16 * MiB), [device], catalog, directories)
-        store = Store.__new__(Store)
-        store.device_memory = None
-        store._assemble(parts, durable=True, mode="a", deadline_s=WAIT_S)
+        store = Store._from_parts(parts, deadline_s=WAIT_S)
         opened.append(store)
         return store, device
 

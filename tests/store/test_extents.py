@@ -239,6 +239,10 @@ def test_blocks_are_ordered_so_that_devices_take_turns(shares, short):
             assert abs(part - seen * len(blocks) / len(order)) <= 2
 
 
+def test_nothing_needs_no_extent():
+    assert allocator_of(PAGE).allocate_nowait(0) == ()
+
+
 def table_of(*extents):
     return np.array([tuple(extent) for extent in extents], dtype=EXTENTS_DTYPE)
 

@@ -10,7 +10,6 @@ import os
 import threading
 import warnings
 import weakref
-from dataclasses import dataclass
 
 from tiered.bytes.condition import Condition
 from tiered.errors import CorruptionError, TieredError, UsageError
@@ -39,11 +38,11 @@ class Resources:
     They refer neither to the store nor to objects of its user (models, registered objects, policies).
     """
 
-    def __init__(self, parts: Parts, space: Space, working_set: Residency) -> None:
+    def __init__(self, parts: Parts, working_set: Residency) -> None:
         self.name = ", ".join(device.name for device in parts.devices)
         self._pid = os.getpid()
         self._parts = parts
-        self._space = space
+        self._space = working_set.space
         self._working_set = working_set
         self._end: weakref.finalize[..., object] | None = None
 
@@ -120,25 +119,15 @@ def warn_of_nested_close(name: str) -> None:
 # -- assembly ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Assembly:
-    """The parts that a store's methods call; all of them share ``condition``, the one lock of the store."""
+def assemble(
+    parts: Parts, callbacks: Callbacks, *, is_read_only: bool, deadline_s: float
+) -> tuple[Residency, StreamedValues, Values, Generations, Resources]:
+    """Load the catalog and put a store together around ``parts``; where that fails they are closed.
 
-    condition: Condition
-    refusals: Refusals
-    callbacks: Callbacks
-    working_set: Residency
-    streams: StreamedValues
-    values: Values
-    producers: Producers
-    generations: Generations
-    resources: Resources
-
-
-def assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
-    """Load the catalog and put a store together around ``parts``; where that fails they are closed."""
+    ``callbacks`` are the store's, to which the working set refers weakly.
+    """
     try:
-        return _assemble(parts, durable=durable, is_read_only=is_read_only, deadline_s=deadline_s)
+        return _assemble(parts, callbacks, is_read_only=is_read_only, deadline_s=deadline_s)
     except BaseException:
         parts.close(parts.arena.close)
         raise
@@ -157,7 +146,9 @@ def _load(parts: Parts) -> tuple[Root, CommittedRows, bool]:
     return *catalog.load(chosen.number), chosen != kept[0]
 
 
-def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: float) -> Assembly:
+def _assemble(
+    parts: Parts, callbacks: Callbacks, *, is_read_only: bool, deadline_s: float
+) -> tuple[Residency, StreamedValues, Values, Generations, Resources]:
     root, rows, is_before = _load(parts)
     if root.num_directories != len(parts.devices):
         raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
@@ -173,36 +164,23 @@ def _assemble(parts: Parts, *, durable: bool, is_read_only: bool, deadline_s: fl
         external=parts.external.device,
         external_indices=parts.external.indices,
     )
-    callbacks = Callbacks()
     working_set = Residency(
         parts.arena,
         space,
         condition,
         root,
         read_page=None if parts.catalog is None else parts.catalog.page,
-        durable=durable,
+        durable=parts.catalog is not None,
         deadline_s=deadline_s,
         refusals=refusals,
         callbacks=callbacks,
     )
     working_set.load(rows)
-    streams, producers = StreamedValues(working_set), Producers()
-    generations = Generations(working_set, parts.catalog, root, producers, parts.confirmation, parts.external)
-    generations.watch_commits(parts.ledgers.note_commit, parts.check_locks)
-    resources = Resources(parts, space, working_set)
+    streams, generations = StreamedValues(working_set), Generations(working_set, parts, root, Producers())
+    resources = Resources(parts, working_set)
     # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
     # opened: its catalog or files are damaged, or an external file is missing.
     if parts.catalog is not None and is_before and not is_read_only:
         parts.catalog.discard()  # durable before anything else is written
     parts.ledgers.start()
-    return Assembly(
-        condition=condition,
-        refusals=refusals,
-        callbacks=callbacks,
-        working_set=working_set,
-        streams=streams,
-        values=Values(working_set, streams),
-        producers=producers,
-        generations=generations,
-        resources=resources,
-    )
+    return working_set, streams, Values(working_set, streams), generations, resources

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import threading
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
 from typing import Any
 
 import torch
 
-from tiered.bytes.condition import Condition
 from tiered.bytes.interrupt import outside
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import ExternalRange, Spec
@@ -52,7 +52,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     external: ExternalSources  # the user's own files that tensors may lie in
     working_set: Residency
     _refusals: Refusals
-    _condition: Condition
+    _condition: threading.Condition
     _producers: Producers
     _values: Values
 

@@ -18,51 +18,18 @@ from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
-from tiered.store.generations.generations import DroppedKey, Generations, drop_damaged
+from tiered.store.generations.generations import DroppedKey, drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
-from tiered.store.residency.residency import Residency
+from tiered.store.residency.memory_wait import Callbacks
 from tiered.store.values.streaming import VerifyReport
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.refusals import Service
 from tiered.units import parse_bytes
 
-__all__ = ["Store", "store_statistics"]
-
-
-def store_statistics(working_set: Residency, generations: Generations, earlier_bytes: int | None) -> StoreStatistics:
-    """Return the counters of a store, its working set and its devices.
-
-    ``earlier_bytes`` were written before it was opened; None where that is not known.
-    """
-    space = working_set.space
-    devices = [device.statistics() for device in space.devices]
-    reading = devices if space.external is None else [*devices, space.external.statistics()]
-    write_bytes = sum(device.write_bytes for device in devices)
-    catalog_bytes = generations.catalog_write_bytes
-    with working_set.condition:
-        num_keys, used, free = working_set.num_keys, space.used_nbytes, space.free_nbytes
-    return StoreStatistics(
-        generation=generations.root.generation,
-        num_keys=num_keys,
-        num_commits=generations.num_commits,
-        used_bytes=used,
-        free_bytes=free,
-        quarantined_bytes=space.quarantined_nbytes,
-        file_bytes=sum(device.file_bytes for device in devices),
-        read_bytes=sum(device.read_bytes for device in reading),
-        write_bytes=write_bytes,
-        catalog_write_bytes=catalog_bytes,
-        lifetime_write_bytes=None if earlier_bytes is None else earlier_bytes + write_bytes + catalog_bytes,
-        num_flushes=sum(device.num_flushes for device in devices),
-        working_set=working_set.statistics(),
-        recorder=working_set.recorder.statistics(),
-    )
-
-
-# -- store -------------------------------------------------------------------------------------------------------------
+__all__ = ["Store"]
 
 
 _DEADLINE_S = 60.0
@@ -121,7 +88,7 @@ class Store(TensorMapping):
             INTERRUPTS.begin(self)
             arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
             parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
-            self._assemble(parts, durable=durable, mode=mode, deadline_s=_DEADLINE_S)
+            self._assemble(parts, mode, _DEADLINE_S)
             INTERRUPTS.look()  # order: here the store can be closed, which the caller has not yet
         except BaseException:
             if hasattr(self, "_generations"):
@@ -130,26 +97,24 @@ class Store(TensorMapping):
             raise
 
     @classmethod
-    def _from_parts(cls, parts: Parts, *, durable: bool = True, deadline_s: float = _DEADLINE_S) -> Store:
+    def _from_parts(cls, parts: Parts, *, mode: str = "a", deadline_s: float = _DEADLINE_S) -> Store:
         """Return a store of given parts; it closes them."""
         store = cls.__new__(cls)
         store.device_memory = None
         INTERRUPTS.begin(store)
-        store._assemble(parts, durable=durable, mode="a", deadline_s=deadline_s)
+        store._assemble(parts, mode, deadline_s)
         return store
 
-    def _assemble(self, parts: Parts, *, durable: bool, mode: str, deadline_s: float) -> None:
-        self.durable = durable
+    def _assemble(self, parts: Parts, mode: str, deadline_s: float) -> None:
+        self.durable = parts.catalog is not None
         self._is_released = False  # everything was given back
         self._closing = Condition()
-        made = assemble(parts, durable=durable, is_read_only=mode == "r", deadline_s=deadline_s)
-        self.working_set = made.working_set
-        self._parts, self._resources = parts, made.resources
-        self.external = parts.external
-        self._refusals, self._condition = made.refusals, made.condition
-        self._streams, self._values = made.streams, made.values
-        self._callbacks = made.callbacks  # lifetime: the working set refers to them weakly
-        self._producers, self._generations = made.producers, made.generations
+        self._callbacks = Callbacks()  # lifetime: the working set refers to them weakly
+        self.working_set, self._streams, self._values, self._generations, self._resources = assemble(
+            parts, self._callbacks, is_read_only=mode == "r", deadline_s=deadline_s
+        )
+        self._parts, self.external, self._producers = parts, parts.external, self._generations.producers
+        self._condition, self._refusals = self.working_set.condition, self.working_set.refusals
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)
@@ -294,7 +259,29 @@ class Store(TensorMapping):
     def statistics(self) -> StoreStatistics:
         """Return the counters of the store, its working set and its devices."""
         self._refusals.nested_calls.refuse()
-        return store_statistics(self.working_set, self._generations, self._parts.ledgers.earlier_bytes)
+        space, generations, earlier_bytes = self.working_set.space, self._generations, self._parts.ledgers.earlier_bytes
+        devices = [device.statistics() for device in space.devices]
+        reading = devices if space.external is None else [*devices, space.external.statistics()]
+        write_bytes = sum(device.write_bytes for device in devices)
+        catalog_bytes = generations.catalog_write_bytes
+        with self._condition:
+            num_keys, used, free = self.working_set.num_keys, space.used_nbytes, space.free_nbytes
+        return StoreStatistics(
+            generation=generations.root.generation,
+            num_keys=num_keys,
+            num_commits=generations.num_commits,
+            used_bytes=used,
+            free_bytes=free,
+            quarantined_bytes=space.quarantined_nbytes,
+            file_bytes=sum(device.file_bytes for device in devices),
+            read_bytes=sum(device.read_bytes for device in reading),
+            write_bytes=write_bytes,
+            catalog_write_bytes=catalog_bytes,
+            lifetime_write_bytes=None if earlier_bytes is None else earlier_bytes + write_bytes + catalog_bytes,
+            num_flushes=sum(device.num_flushes for device in devices),
+            working_set=self.working_set.statistics(),
+            recorder=self.working_set.recorder.statistics(),
+        )
 
     def __repr__(self) -> str:
         state = f"open, {self.working_set.num_keys} keys, generation {self.generation}"

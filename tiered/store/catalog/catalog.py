@@ -49,16 +49,13 @@ two stay where they are in every version.
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
-from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.root import Root, RootHeader, corrupt
-from tiered.store.format.row import Page, Row
+from tiered.store.format.root import RootHeader, corrupt
 
-__all__ = ["Alone", "Catalog", "Confirmation", "GenerationName", "generation_names"]
+__all__ = ["Alone", "Confirmation", "GenerationName", "generation_names"]
 
 
 class GenerationName(NamedTuple):
@@ -77,49 +74,6 @@ def generation_names(headers: Sequence[RootHeader], file: str) -> tuple[Generati
         if newer.store_uuid != older.store_uuid or newer.generation <= older.generation:
             raise corrupt(f"generation {older.generation} is not one before generation {newer.generation}", file)
     return tuple(GenerationName(header.generation, header.nonce) for header in headers)
-
-
-class Catalog(ABC):
-    """The durable rows of one store. Thread-safe; every method blocks until its I/O is done."""
-
-    name: str  # the file, or another name for messages
-
-    @abstractmethod
-    def kept(self) -> tuple[GenerationName, ...]:
-        """Return the names of the one or two generations that can be loaded, the newest first. CorruptionError."""
-
-    @abstractmethod
-    def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
-        """Return a generation that is kept, by default the newest; rows in the order of their key ids.
-
-        Raises CorruptionError for anything that no commit has written, UsageError for another format version.
-        """
-
-    @abstractmethod
-    def page(self, row: Row, number: int) -> Page:
-        """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
-
-    @abstractmethod
-    def measure(self, root: Root) -> None:
-        """Raise CapacityError where ``root`` is larger than ``apply`` could write; writes nothing."""
-
-    @abstractmethod
-    def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
-        """Replace the root, insert or replace ``upserts``, drop the key ids ``deleted``: all or nothing, durable.
-
-        With ``keeps_before`` the generation that was the newest stays beside it, until the next call. A key id in
-        ``deleted`` that has no row is passed over. After CapacityError or DeadlineError nothing has changed and the
-        call may be repeated. After any other DeviceError the outcome is unknown: every later call raises, and the next
-        open decides.
-        """
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Return to the generation before the newest, durably; UsageError where it was not kept. Fails as ``apply``."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the file. Idempotent. Raises DeadlineError where a call of another thread does not end: as it was."""
 
 
 # -- confirmation ------------------------------------------------------------------------------------------------------

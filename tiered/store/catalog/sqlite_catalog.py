@@ -1,19 +1,16 @@
 """SqliteCatalog: the catalog in an SQLite file, or in memory. The format and the crash argument are in catalog.py.
 
-New files are built under another name and renamed when they are durable. Forks wait: a child never inherits a held
-lock, or data that was half changed under it.
+New files are built under another name and renamed when they are durable.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import sqlite3
 import struct
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +19,7 @@ from typing import TypeVar
 
 from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
-from tiered.store.catalog.catalog import Catalog, GenerationName, generation_names
+from tiered.store.catalog.catalog import GenerationName, generation_names
 from tiered.store.catalog.sqlite_file import (
     BUSY,
     PAGE_NBYTES,
@@ -51,7 +48,7 @@ from tiered.store.format.root import (
 )
 from tiered.store.format.row import Page, Row, decode_page, page_digest, row_seed
 
-__all__ = ["SqliteCatalog", "damaged", "fill", "make_file", "make_forks_wait", "read_pages", "read_rows"]
+__all__ = ["SqliteCatalog", "fill", "make_file", "read_pages", "read_rows"]
 
 
 def make_file(path: Path, root: tuple[bytes, bytes]) -> None:
@@ -103,11 +100,11 @@ def read_rows(
         key_id, body, digest = row
         # Ascending: so damaged pages that lead back to themselves come to an end.
         if type(body) is not bytes or type(digest) is not bytes or key_id <= last:
-            raise damaged(f"no such row can be (key id {key_id} after {last})", file)
+            raise corrupt(f"no such row can be (key id {key_id} after {last})", file)
         last = key_id
         nbytes_left -= len(body)
         if nbytes_left < 0:
-            raise damaged("its rows hold more bytes than the file", file)
+            raise corrupt("its rows hold more bytes than the file", file)
         yield row
 
 
@@ -116,44 +113,9 @@ def read_pages(connection: sqlite3.Connection, sql: str, file: str) -> Iterator[
     last = (0, -1)
     for row in connection.execute(sql):
         if [type(value) for value in row] != [int, int, bytes, bytes] or row[:2] <= last or row[1] < 0:
-            raise damaged(f"no such page can be ({row[:2]} after {last})", file)
+            raise corrupt(f"no such page can be ({row[:2]} after {last})", file)
         last = row[:2]
         yield row
-
-
-def damaged(what: str, file: str) -> CorruptionError:
-    """Return the error for a file that is no catalog as a store writes it."""
-    return CorruptionError(f"catalog {file}: {what}. Restore the directory from a copy", file=file)
-
-
-_locks: dict[weakref.ref[object], threading.Lock] = {}  # an ordinary one: it is copied in one step
-_fork_lock = threading.Lock()
-_held: list[threading.Lock] = []  # across one fork; _fork_lock guards it
-_num_owners = itertools.count()
-
-
-def make_forks_wait(owner: object, lock: threading.Lock) -> None:
-    """Have every fork of this process wait for ``lock``, as long as ``owner`` lives."""
-    if next(_num_owners) == 0:  # atomic: hooks that were there twice would wait for their own lock at every fork
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-    _locks[weakref.ref(owner, _forget)] = lock
-
-
-def _forget(owner: weakref.ref[object]) -> None:
-    _locks.pop(owner, None)
-
-
-def _before_fork() -> None:
-    _fork_lock.acquire()
-    for lock in list(_locks.values()):
-        lock.acquire()
-        _held.append(lock)
-
-
-def _after_fork() -> None:
-    while _held:
-        _held.pop().release()
-    _fork_lock.release()
 
 
 # -- sqlite catalog ----------------------------------------------------------------------------------------------------
@@ -168,11 +130,12 @@ _MAX_VALUE_NBYTES = 1_000_000_000  # SQLite's own limit on one value, and on one
 _MAX_RECORD_NBYTES = 64  # of the root row beside its body
 
 
-class SqliteCatalog(Catalog):
+class SqliteCatalog:
     """The catalog in an SQLite file, or in memory.
 
-    The connection and its transactions belong to one lock, which a fork waits for: a child never inherits an open
-    transaction. In a child every method raises UsageError.
+    The connection and its transactions belong to one lock. In a forked child every method raises UsageError, and none
+    closes the connection: within a transaction that would play the parent's journal back. Nor does the child's end: the
+    frames of the thread that is within the transaction go with the child, and keep the connection until then.
     """
 
     def __init__(self, path: Path | None, *, read_only: bool = False, deadline_s: float = 60.0) -> None:
@@ -198,11 +161,10 @@ class SqliteCatalog(Catalog):
         if path is not None:
             refuse_trap(path)
         try:
-            self._read(self._open)
+            self._retried(self._open)
         except BaseException:
             self.close()
             raise
-        make_forks_wait(self, self._lock)  # a child that ended with a transaction open would play its journal back
 
     @classmethod
     def create(cls, path: Path | None, root: Root) -> SqliteCatalog:
@@ -221,10 +183,15 @@ class SqliteCatalog(Catalog):
         return cls(path)
 
     def kept(self) -> tuple[GenerationName, ...]:
-        return generation_names(self._read(self._load_headers), self.name)
+        """Return the names of the one or two generations that can be loaded, the newest first. CorruptionError."""
+        return self._look("load", self._names)
 
     def load(self, generation: int | None = None) -> tuple[Root, CommittedRows]:
-        loaded = self._read(lambda: self._load(generation))
+        """Return a generation that is kept, by default the newest; rows in the order of their key ids.
+
+        Raises CorruptionError for anything that no commit has written, UsageError for another format version.
+        """
+        loaded = self._look("load", lambda connection: self._load(connection, generation))
         with self._using("load") as connection:
             connection.execute("PRAGMA shrink_memory")  # SQLite's cache of a table that is read once
         self._settle()
@@ -232,16 +199,11 @@ class SqliteCatalog(Catalog):
 
     def load_newest(self) -> tuple[Root, CommittedRows, tuple[GenerationName, ...]]:
         """Return the newest generation and what ``kept`` does, both of one moment: for a look beside a live writer."""
-
-        def read() -> tuple[Root, CommittedRows, tuple[GenerationName, ...]]:
-            with self._looking("load") as connection:
-                names = generation_names(self._headers(connection), self.name)
-                return *self._load_from(connection, None), names
-
-        return self._read(read)
+        return self._look("load", lambda connection: (*self._load(connection, None), self._names(connection)))
 
     def page(self, row: Row, number: int) -> Page:
-        return self._read(lambda: self._load_page(row, number))
+        """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
+        return self._look("read", lambda connection: self._load_page(connection, row, number))
 
     def _settle(self) -> None:
         """Once, when it is ours to write: make durable the state that later writes build on."""
@@ -249,18 +211,10 @@ class SqliteCatalog(Catalog):
             settle_journal(self._path)
             self._is_settled = True
 
-    def _load_headers(self) -> list[RootHeader]:
-        with self._looking("load") as connection:
-            return self._headers(connection)
+    def _names(self, connection: sqlite3.Connection) -> tuple[GenerationName, ...]:
+        return generation_names([self._read_root(connection, one)[1] for one in self._ones(connection)], self.name)
 
-    def _headers(self, connection: sqlite3.Connection) -> list[RootHeader]:
-        return [self._read_root(connection, one)[1] for one in self._ones(connection)]
-
-    def _load(self, generation: int | None) -> tuple[Root, CommittedRows]:
-        with self._looking("load") as connection:
-            return self._load_from(connection, generation)
-
-    def _load_from(self, connection: sqlite3.Connection, generation: int | None) -> tuple[Root, CommittedRows]:
+    def _load(self, connection: sqlite3.Connection, generation: int | None) -> tuple[Root, CommittedRows]:
         if not self._read_only:
             self._check_pages(connection)
         for one in self._ones(connection):
@@ -275,14 +229,12 @@ class SqliteCatalog(Catalog):
                 return root, CommittedRows.decode(raw, header, self.name, raw_pages=raw_pages, external=root.external)
         raise UsageError(f"catalog {self.name} does not hold generation {generation} any more, or not yet")
 
-    def _load_page(self, row: Row, number: int) -> Page:
-        place = (row.key_id, number)
-        with self._looking("read") as connection:
-            found = None
-            for table in ("pages_before", "pages") if self._is_before else ("pages",):
-                if found is None:
-                    sql = f"SELECT body, digest FROM {table} WHERE key_id = ? AND page = ?"
-                    found = connection.execute(sql, place).fetchone()
+    def _load_page(self, connection: sqlite3.Connection, row: Row, number: int) -> Page:
+        found = None
+        for table in ("pages_before", "pages") if self._is_before else ("pages",):
+            if found is None:
+                sql = f"SELECT body, digest FROM {table} WHERE key_id = ? AND page = ?"
+                found = connection.execute(sql, (row.key_id, number)).fetchone()
         where = f"page {number} of {row.name!r} (key id {row.key_id})"
         if found is None or page_digest(row.key_id, number, found[0], row_seed(self._store_uuid)) != found[1]:
             raise corrupt(f"{where} {'is gone' if found is None else 'does not match its digest'}", self.name, row.name)
@@ -292,6 +244,7 @@ class SqliteCatalog(Catalog):
             raise corrupt(f"{where} cannot be decoded: {error}", self.name, row.name) from error
 
     def measure(self, root: Root) -> None:
+        """Raise CapacityError where ``root`` is larger than ``apply`` could write; writes nothing."""
         num_others = len(encode_root(replace(root, state=""), 0, 0)[0]) + _MAX_RECORD_NBYTES
         nbytes = len(root.state) if root.state.isascii() else len(root.state.encode("utf-8", "surrogatepass"))
         with self._using("measure") as connection:
@@ -304,8 +257,18 @@ class SqliteCatalog(Catalog):
             )
 
     def apply(self, root: Root, upserts: Sequence[Row], deleted: Sequence[int], *, keeps_before: bool = False) -> None:
-        def write(connection: sqlite3.Connection) -> None:
-            transaction = CatalogTransaction(connection, self._read_header(connection, root), keeps_before=keeps_before)
+        """Replace the root, insert or replace ``upserts``, drop the key ids ``deleted``: all or nothing, durable.
+
+        With ``keeps_before`` the generation that was the newest stays beside it, until the next call. A key id in
+        ``deleted`` that has no row is passed over. After CapacityError or DeadlineError nothing has changed and the
+        call may be repeated. After any other DeviceError the outcome is unknown: every later call raises, and the next
+        open decides.
+        """
+
+        def write(connection: sqlite3.Connection, newest: RootHeader) -> None:
+            if newest.store_uuid != root.store_uuid:
+                raise corrupt("it belongs to another store", self.name)
+            transaction = CatalogTransaction(connection, newest, keeps_before=keeps_before)
             transaction.upsert(upserts)
             transaction.delete(deleted)
             transaction.finish(root)
@@ -313,14 +276,16 @@ class SqliteCatalog(Catalog):
         self._transact("commit to", write)
 
     def discard(self) -> None:
-        def write(connection: sqlite3.Connection) -> None:
+        """Return to the generation before the newest, durably; UsageError where it was not kept. Fails as ``apply``."""
+
+        def write(connection: sqlite3.Connection, newest: RootHeader) -> None:
             if self._ones(connection) != [_NEWEST, _BEFORE]:
                 raise UsageError(f"catalog {self.name} holds one generation: there is none before it to return to")
             discard_newest(connection)
 
         self._transact("return in", write)
 
-    def _transact(self, verb: str, write: Callable[[sqlite3.Connection], None]) -> None:
+    def _transact(self, verb: str, write: Callable[[sqlite3.Connection, RootHeader], None]) -> None:
         if self._read_only:
             raise UsageError(f"catalog {self.name} is open read-only")
         self._settle()
@@ -329,35 +294,35 @@ class SqliteCatalog(Catalog):
                 raise DeviceError(f"catalog {self.name}: {self._failed}; open the store again to see which it was")
             try:
                 connection.execute("BEGIN IMMEDIATE")
-                self._refuse_other_newest(connection)
-                write(connection)
-                newest = self._newest_name(connection)
+                before = self._newest_header(connection)
+                self._refuse_other_newest(GenerationName(before.generation, before.nonce))
+                write(connection, before)
+                after = self._newest_header(connection)
                 connection.execute("COMMIT")
-                self._newest = newest
+                self._newest = GenerationName(after.generation, after.nonce)
             except BaseException as error:
                 self._abandon(connection, error)
                 raise
             self._is_before = False
 
     def close(self) -> None:
+        """Release the file. Idempotent. Raises DeadlineError where a call of another thread does not end: as it was."""
+        if self._pid != os.getpid():
+            return  # order: before the lock, which a thread may have held at the fork
         if not self._lock.acquire(timeout=self._deadline_s):
             raise DeadlineError(
                 f"closing catalog {self.name}: a call of another thread has not ended within {self._deadline_s:g} s; "
                 "the catalog stays open until the drive answers; check it, then close again or end the process"
             )
         try:
-            if self._pid == os.getpid():
-                self._end()
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
         finally:
             self._lock.release()
-
-    def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     def __repr__(self) -> str:
         state = "closed" if self._connection is None else "failed" if self._failed else "open"
@@ -392,7 +357,16 @@ class SqliteCatalog(Catalog):
         """Return what bounds all values together: the bytes of the file; in memory nothing does."""
         return sys.maxsize if self._fd is None else os.fstat(self._fd).st_size
 
-    def _read(self, read: Callable[[], T]) -> T:
+    def _look(self, verb: str, read: Callable[[sqlite3.Connection], T]) -> T:
+        """Return what ``read`` finds in a read transaction of its own."""
+
+        def look() -> T:
+            with self._looking(verb) as connection:
+                return read(connection)
+
+        return self._retried(look)
+
+    def _retried(self, read: Callable[[], T]) -> T:
         """Return the result of ``read``, which is tried again where the drive may not have given a page.
 
         SQLite calls a file damaged that the drive answers with EIO; damage is what the drive gives and is not ours.
@@ -437,7 +411,7 @@ class SqliteCatalog(Catalog):
             mode = connection.execute("PRAGMA journal_mode").fetchone()
             connection.execute("PRAGMA query_only=ON")
         if mode == (b"wal",):
-            raise damaged("it has a write-ahead log", self.name)
+            raise corrupt("it has a write-ahead log", self.name)
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
@@ -449,7 +423,7 @@ class SqliteCatalog(Catalog):
         schema = connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_schema LIMIT 6").fetchall()
         expected = {(b"table", n.encode(), n.encode(), sql.encode()) for n, sql in SCHEMA.items()}
         if len(schema) != len(expected) or set(schema) != expected:
-            raise damaged("its tables are not those of a catalog", self.name)
+            raise corrupt("its tables are not those of a catalog", self.name)
 
     def _check_pages(self, connection: sqlite3.Connection) -> None:
         """Every page is in one place only: else a later commit could write over a row."""
@@ -459,37 +433,29 @@ class SqliteCatalog(Catalog):
             if says_drive_failed(what):
                 message = f"catalog {self.name}: could not read it ({what}): see the kernel log for this drive"
                 raise DeviceError(message) from sqlite3.DatabaseError(what)
-            raise damaged(f"its pages are damaged ({what})", self.name)
+            raise corrupt(f"its pages are damaged ({what})", self.name)
 
     def _ones(self, connection: sqlite3.Connection) -> list[int]:
         """Return the numbers of the root rows, the newest generation's first."""
         ones = [row[0] for row in connection.execute("SELECT one FROM root ORDER BY one DESC LIMIT 3")]
         if ones not in ([_NEWEST], [_NEWEST, _BEFORE]):
-            raise damaged(f"expected one root row, or two, got {ones}", self.name)
+            raise corrupt(f"expected one root row, or two, got {ones}", self.name)
         return ones
 
     def _read_root(self, connection: sqlite3.Connection, one: int) -> tuple[Root, RootHeader]:
         root = connection.execute("SELECT format, body, digest FROM root WHERE one = ?", (one,)).fetchone()
         if [type(value) for value in root] != [int, bytes, bytes]:
-            raise damaged("a root row of other types", self.name)
+            raise corrupt("a root row of other types", self.name)
         refuse_other_version(FORMAT_VERSION, root[0], self.name)
         return decode_root(root[1], root[2], self.name)
 
-    def _read_header(self, connection: sqlite3.Connection, root: Root) -> RootHeader:
+    def _newest_header(self, connection: sqlite3.Connection) -> RootHeader:
         row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()
-        header = decode_root_header(row[0] if row else b"", self.name)
-        if header.store_uuid != root.store_uuid:
-            raise damaged("it belongs to another store", self.name)
-        return header
+        return decode_root_header(row[0] if row else b"", self.name)
 
-    def _newest_name(self, connection: sqlite3.Connection) -> GenerationName:
-        row = connection.execute("SELECT substr(body, 1, ?) FROM root WHERE one = 1", (ROOT_HEADER_NBYTES,)).fetchone()
-        header = decode_root_header(row[0] if row else b"", self.name)
-        return GenerationName(header.generation, header.nonce)
-
-    def _refuse_other_newest(self, connection: sqlite3.Connection) -> None:
+    def _refuse_other_newest(self, found: GenerationName) -> None:
         """Raise DeviceError where another process has committed since: its extents would be written over."""
-        if self._newest is not None and (found := self._newest_name(connection)) != self._newest:
+        if self._newest is not None and found != self._newest:
             raise DeviceError(
                 f"catalog {self.name} holds generation {found.number} of another process, and not generation"
                 f" {self._newest.number} as this process left it: two processes write here; end one, and open the store"

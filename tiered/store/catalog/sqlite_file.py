@@ -9,13 +9,14 @@ import errno
 import os
 import re
 import sqlite3
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tiered.bytes import private_file
 from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError, TieredError, UsageError
+from tiered.store.format.root import corrupt
 from tiered.units import MiB
 
 __all__ = [
@@ -109,11 +110,7 @@ def refuse_trap(path: Path) -> None:
                 continue
             message = f"there is no catalog {path}: the directory holds no store, or not its first part"
             raise UsageError(message) from error
-        if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_nlink != 1:
-            raise UsageError(
-                f"catalog {file} must be a regular file with one name and permissions 0600, got "
-                f"{stat.filemode(status.st_mode)} with {status.st_nlink} names: look whether it is what a store wrote"
-            )
+        private_file.refuse_trap(file, status)
     for side in ("-wal", "-shm"):
         if os.path.lexists(f"{path}{side}"):
             raise CorruptionError(
@@ -127,9 +124,7 @@ def check_header(header: bytes, file_nbytes: int, file: str) -> None:
     # 44: schema format, 52 and 64: no vacuum, 56: UTF-8, 68: application id, 72-91: reserved
     fixed = len(words) == 25 and (words[11], words[13], words[14], words[16], words[17]) == (4, 0, 1, 0, 0)
     if not fixed or header[: len(_MAGIC)] != _MAGIC or any(header[72:92]) or words[7] * PAGE_NBYTES != file_nbytes:
-        raise CorruptionError(
-            f"catalog {file}: its first bytes are not those of a catalog. Restore the directory from a copy", file=file
-        )
+        raise corrupt("its first bytes are not those of a catalog", file)
 
 
 def read_through(fd: int, file: str) -> None:

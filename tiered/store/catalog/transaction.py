@@ -152,5 +152,3 @@ def discard_newest(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM {table}_before")
     connection.execute("DELETE FROM root WHERE one = 1")
     connection.execute("UPDATE root SET one = 1")
-
-

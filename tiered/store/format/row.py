@@ -481,10 +481,8 @@ class Spec:
     def of(cls, row: Row) -> Spec:
         """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
         spec = _spec_named(row.dtype, row.shape, row.block_nbytes) or UnknownSpec(row)
-        problem = ""
         if spec.nbytes != row.nbytes:
             problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
-        if problem:
             raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
         return spec
 

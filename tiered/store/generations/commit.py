@@ -19,10 +19,12 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, TieredError, UsageError
-from tiered.store.catalog.catalog import Catalog, Confirmation, GenerationName
+from tiered.store.catalog.catalog import GenerationName
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
 from tiered.store.lifetime.external import ExternalSources
+from tiered.store.lifetime.opening import Parts
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.key_table import Sealed
 from tiered.store.residency.paged_rows import hand_out_pages, look_up_pages
@@ -141,24 +143,16 @@ class Committer:
     that refuses and has changed nothing is no failure: the next ``wait`` applies the sealed generation again.
     """
 
-    def __init__(
-        self,
-        working_set: Residency,
-        catalog: Catalog,
-        root: Root,
-        confirmation: Confirmation,
-        external: ExternalSources,
-    ) -> None:
+    def __init__(self, working_set: Residency, parts: Parts, catalog: SqliteCatalog, root: Root) -> None:
         self.root = root  # the last committed generation's
         self.num_commits = 0
         self.catalog_write_bytes = 0
-        self.on_commit: Callable[[int], None] = lambda catalog_write_bytes: None  # after each, without the lock
-        self.check_locks: Callable[[], None] = lambda: None  # raises DeviceError where another may write by now
         self._working_set = working_set
         self._condition = working_set.condition
         self._catalog = catalog
-        self._confirmation = confirmation
-        self._external = external
+        self._parts = parts
+        self._confirmation = parts.confirmation
+        self._external = parts.external
         self._thread: threading.Thread | None = None
         self._refused: tuple[Root, TieredError] | None = None  # by the catalog, which has changed nothing
 
@@ -313,7 +307,7 @@ class Committer:
             self._write(sealed)
             flush_begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
-            self.check_locks()
+            self._parts.check_locks()
             self._working_set.mark.refuse()
             recorder.worked("flush", subject, flush_begun)
             sealed.phase += 1
@@ -359,7 +353,7 @@ class Committer:
             self.root = root
             self.num_commits += 1
             self._condition.notify_all()
-        self.on_commit(self.catalog_write_bytes)
+        self._parts.ledgers.note_commit(self.catalog_write_bytes)
 
     def _hand_out_pages(self, sealed: Sealed) -> None:
         """Have whoever reads rows with pages keep those that the catalog is about to lose. May block for reads."""

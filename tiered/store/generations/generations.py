@@ -19,12 +19,11 @@ import torch
 
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError, DeadlineError, TieredError, UsageError
-from tiered.store.catalog.catalog import Catalog, Confirmation
 from tiered.store.format.root import Root
 from tiered.store.format.row import part_of
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
-from tiered.store.lifetime.external import ExternalSources
+from tiered.store.lifetime.opening import Parts
 from tiered.store.residency.residency import Residency
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.waiting.calling_thread import this_thread
@@ -43,21 +42,13 @@ class Generations:
     One call at a time seals or rolls back. Guards and registered objects are called without the store's lock.
     """
 
-    def __init__(
-        self,
-        working_set: Residency,
-        catalog: Catalog | None,
-        root: Root,
-        producers: Producers,
-        confirmation: Confirmation,
-        external: ExternalSources,
-    ) -> None:
+    def __init__(self, working_set: Residency, parts: Parts, root: Root, producers: Producers) -> None:
         self.guards: list[Callable[[str], None]] = []
         self.returning: list[Callable[[], AbstractContextManager[None]]] = []  # around the load of a committed state
-        self._producers = producers
+        self.producers = producers
         self._working_set = working_set
         self._refusals = working_set.refusals
-        self._committer = None if catalog is None else Committer(working_set, catalog, root, confirmation, external)
+        self._committer = None if parts.catalog is None else Committer(working_set, parts, parts.catalog, root)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
         self.registry = Registry(root.state)
         self._root = root
@@ -76,16 +67,6 @@ class Generations:
     @property
     def catalog_write_bytes(self) -> int:
         return 0 if self._committer is None else self._committer.catalog_write_bytes
-
-    def watch_commits(self, on_commit: Callable[[int], None], check_locks: Callable[[], None]) -> None:
-        """Have ``on_commit`` called after each commit, with the bytes that all have written to the catalog.
-
-        ``check_locks`` is called before the catalog is written: a DeviceError ends the commit. Both come in the
-        commit's thread, without the lock; ``on_commit`` must not raise.
-        """
-        if self._committer is not None:
-            self._committer.on_commit = on_commit
-            self._committer.check_locks = check_locks
 
     @uninterrupted
     def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
@@ -108,11 +89,11 @@ class Generations:
                     return generation
 
             with self._working_set.mark:
-                producer = None if wait else self._producers.busy_one()
+                producer = None if wait else self.producers.busy_one()
                 generation = 0 if producer is None else committer.defer(seal, producer)
                 if generation:
                     return generation
-                self._producers.finish_all()
+                self.producers.finish_all()
             return seal()
 
     def refuse_company(self, operation: str) -> None:
@@ -242,7 +223,7 @@ class Generations:
 
     def _ready(self, operation: str) -> Committer:
         self._working_set.check(writing=operation != "resume")
-        self._producers.refuse_nested_calls()  # order: before anything is given up, or waited for
+        self.producers.refuse_nested_calls()  # order: before anything is given up, or waited for
         if self._committer is None:
             raise UsageError(f"{operation}() on a store with durable=False, which has no commits")
         self._working_set.await_seal()

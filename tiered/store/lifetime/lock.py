@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import weakref
 from pathlib import Path
 
+from tiered.bytes.exit_and_fork import after_fork
 from tiered.bytes.private_file import create_private_file, lock_owner, refuse_trap
 from tiered.errors import DeviceError, UsageError
 
@@ -42,7 +42,7 @@ class Lock:
         except BaseException:
             os.close(fd)
             raise
-        _guard_against_fork(self)
+        after_fork(self, Lock.release)  # else a child would outlive its parent with the lock
 
     def hold(self, name: str) -> None:
         """Lock the file ``name``, which is there, as well. Raises UsageError that names its holder, OSError."""
@@ -124,20 +124,3 @@ def _owner(fd: int) -> str:
     """Return the pid that holds the lock: from the kernel's list, else from the last writer's note in the file."""
     noted = os.pread(fd, 32, 0).decode(errors="replace").strip()
     return lock_owner(fd) or (noted if noted.isdigit() else "unknown")
-
-
-_all: weakref.WeakSet[Lock] = weakref.WeakSet()
-_hooks: list[bool] = []
-
-
-def _guard_against_fork(lock: Lock) -> None:
-    """Release the lock in every forked child: else it would outlive the parent in an orphan."""
-    if not _hooks:
-        _hooks.append(True)
-        os.register_at_fork(after_in_child=_release_in_child)
-    _all.add(lock)
-
-
-def _release_in_child() -> None:
-    for lock in list(_all):
-        lock.release()

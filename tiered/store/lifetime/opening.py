@@ -21,7 +21,7 @@ from tiered.bytes.free_memory import free_memory, memory_size
 from tiered.bytes.pinned_arena import PinnedArena
 from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.store.catalog.catalog import Alone, Catalog, Confirmation
+from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
@@ -50,7 +50,7 @@ class Parts:
 
     arena: Arena
     devices: Sequence[Device]
-    catalog: Catalog | None
+    catalog: SqliteCatalog | None
     directories: Directories | None = None
     spared_nbytes: int = 0  # of each device, for the catalog
     confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
