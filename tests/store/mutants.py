@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.bytes import test_files
-from tests.store import checks, test_directory
+from tests.store import checks
 from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.test_external import saved
-from tiered.bytes.device.file_device import FileDevice
+from tiered.bytes.device.base import Device
 from tiered.bytes.device.files import DataFiles
 from tiered.bytes.device.in_flight import InFlight
 from tiered.errors import DeviceError
@@ -208,11 +208,6 @@ def _keep_nothing(patch: Patch, catalog: type) -> None:
     patch.setattr(catalog, "apply", apply_alone)
 
 
-@mutant(checks.no_crash_state_is_wrong)
-def the_generation_before_is_not_kept_in_memory(patch: Patch) -> None:
-    _keep_nothing(patch, SimulatedCatalog)
-
-
 @mutant(checks.a_generation_given_up_leaves_the_one_before)
 def the_generation_before_is_not_kept_in_the_file(patch: Patch) -> None:
     _keep_nothing(patch, catalog_module.SqliteCatalog)
@@ -230,11 +225,6 @@ def a_discard_leaves_the_added_rows(patch: Patch) -> None:
         discard_newest(connection)
 
     patch.setattr(catalog_module, "discard_newest", discard)
-
-
-@mutant(checks.no_crash_state_is_wrong)
-def the_newest_generation_is_never_discarded(patch: Patch) -> None:
-    patch.setattr(SimulatedCatalog, "discard", lambda catalog: None)
 
 
 @mutant(checks.no_crash_state_is_wrong)
@@ -310,7 +300,7 @@ def a_failed_flush_is_tried_again(patch: Patch) -> None:
 
 @mutant(checks.a_failed_commit_is_the_end)
 def a_store_goes_on_after_a_failed_commit(patch: Patch) -> None:
-    patch.setattr(Committer, "refusal", lambda committer: None)
+    patch.setattr(Refusals, "refuse", lambda refusals: None)
 
 
 @mutant(checks.nobody_writes_again_where_a_write_failed)
@@ -342,8 +332,12 @@ class _WithoutFsync:
 
 
 @mutant(checks.every_directory_is_flushed_before_the_catalog)
-def written_files_are_not_synced(patch: Patch) -> None:
-    patch.setattr(FileDevice, "_fdatasync", lambda device, descriptor: None)
+def only_the_files_of_the_first_directory_are_synced(patch: Patch) -> None:
+    def flush(space: Space) -> None:
+        first: Device = space.devices[0]
+        first.flush()
+
+    patch.setattr(Space, "flush", flush)
 
 
 @mutant(test_files.test_a_flush_makes_the_name_of_a_new_file_durable)
@@ -358,11 +352,6 @@ def the_name_of_a_new_data_file_is_not_synced(patch: Patch) -> None:
 
 
 @mutant(checks.creation_is_durable_name_by_name)
-def the_names_of_a_new_store_are_not_synced(patch: Patch) -> None:
-    patch.setattr(directory, "fsync_directory", lambda path: None)
-
-
-@mutant(checks.creation_is_durable_name_by_name)
 def the_name_of_a_new_catalog_is_not_synced(patch: Patch) -> None:
     patch.setattr(new_file_module, "fsync_directory", lambda path: None)
 
@@ -370,11 +359,6 @@ def the_name_of_a_new_catalog_is_not_synced(patch: Patch) -> None:
 @mutant(checks.creation_is_durable_name_by_name)
 def an_identity_is_not_synced(patch: Patch) -> None:
     patch.setattr(directory, "os", _WithoutFsync())
-
-
-@mutant(checks.creation_is_durable_name_by_name)
-def a_new_catalog_is_not_synced(patch: Patch) -> None:
-    patch.setattr(new_file_module, "os", _WithoutFsync())
 
 
 @mutant(checks.a_catalog_that_cannot_be_flushed_fails_the_commit)
@@ -424,16 +408,6 @@ def files_can_be_read_by_others(patch: Patch) -> None:
 
     for module in (directory, lock):
         patch.setattr(module, "create_private_file", create)
-
-
-@mutant(test_files.test_files_are_private_whatever_the_umask)
-def the_umask_decides_on_data_files(patch: Patch) -> None:
-    patch.setattr(os, "fchmod", lambda descriptor, mode: None)
-
-
-@mutant(test_directory.test_creation_makes_private_directories_whatever_the_umask)
-def the_umask_decides_on_directories(patch: Patch) -> None:
-    patch.setattr(os, "chmod", lambda path, mode: None)
 
 
 @mutant(checks.a_fork_is_refused)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +14,6 @@ import xxhash
 from tests.store.rig import numbers
 from tiered.errors import UsageError
 from tiered.store.store import Store
-from tiered.tools.cli import main
 
 OLDER = "version 1; this tiered reads version 2: open it once with tiered 0.2.0 and commit, which writes version 2"
 NEWER = "version 3; this tiered reads version 2: open it with the version of tiered that wrote it"
@@ -73,22 +71,6 @@ def test_another_format_is_refused_with_nothing_touched(
     with pytest.raises(UsageError, match=message):
         Store(*directories, dram="16MiB", mode=mode)
     assert files(directories) == before
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify"])
-@pytest.mark.parametrize(("make_other", "message"), [(older_catalog, OLDER), (newer_catalog, NEWER)])
-def test_the_command_line_refuses_another_format(
-    directories: list[Path],
-    command: str,
-    make_other: Callable[[list[Path]], None],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    make_other(directories)
-    monkeypatch.setattr(sys, "argv", ["tiered", command, *map(str, directories)])
-    assert main() != 0
-    assert message in " ".join("".join(capsys.readouterr()).split())
 
 
 def files(directories: list[Path]) -> dict[Path, bytes]:

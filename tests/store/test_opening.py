@@ -79,25 +79,6 @@ def test_modes_open_create_and_read(tmp_path: Path) -> None:
                 call()
 
 
-def test_the_order_of_directories_does_not_matter(tmp_path: Path) -> None:
-    value = numbers(30 * MiB)
-    with Store(tmp_path / "one", tmp_path / "two", dram="16MiB") as store:
-        store["a"] = value
-        assert {extent.device for extent in store.records()[0].extents} == {0, 1}
-    with Store(tmp_path / "two", tmp_path / "one", dram="16MiB") as store:
-        assert torch.equal(store["a"], value)
-    with pytest.raises(UsageError):
-        Store(tmp_path / "one", dram="16MiB")
-
-
-def test_a_second_writer_is_refused_and_a_store_without_commits_too(tmp_path: Path) -> None:
-    with Store(tmp_path / "run", dram="16MiB"):
-        with pytest.raises(UsageError, match=str(os.getpid())):
-            Store(tmp_path / "run", dram="16MiB")
-    with pytest.raises(UsageError, match="holds a store"):
-        Store(tmp_path / "run", dram="16MiB", durable=False)
-
-
 def test_a_store_without_commits_leaves_nothing(tmp_path: Path) -> None:
     with Store(tmp_path / "swap", dram="16MiB", durable=False) as store:
         store.put_many({f"k{i}": numbers(1 * MiB, i) for i in range(40)})
