@@ -12,9 +12,9 @@ import contextlib
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -31,15 +31,13 @@ from tiered.store.residency.residency import ReadPastError, Residency
 from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
-from tiered.store.values.tensors import flat_of, new_tensor, plain_value
+from tiered.store.values.tensors import flat_of, new_tensor, plain_value, read_resident
 from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up, round_up
 
-__all__ = ["PartValues", "PartWrite", "read_resident"]
-
-_T = TypeVar("_T")
+__all__ = ["PartValues", "PartWrite"]
 
 
 def _part_row(row: Row, first: int, blocks: int) -> Row:
@@ -394,20 +392,6 @@ def _check_elements(key: str, spec: Spec, start: int, stop: int) -> None:
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def read_resident(
-    working_set: Residency, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
-) -> _T:
-    """Return ``copy(spec, buffer)`` of the bytes of ``key``, under a brief lease for reading; blocks.
-
-    Bytes that are on the device alone are swapped in where ``swaps_in(entry)``. Else raises ReadPastError.
-    """
-    alias, spec, _ = working_set.obtain(key, "r", swaps_in=swaps_in)
-    try:
-        return copy(spec, alias.residence.buffer)
-    finally:
-        working_set.end_brief(alias)
 
 
 class PartValues:

@@ -1,19 +1,27 @@
-"""Tensors: which of them go into a store, and which come out."""
+"""Tensors: which of them go into a store, which come out, and copies of those that are in DRAM."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
+from tiered.store.residency.entry import Entry
 from tiered.store.residency.lease_view import EndedView, ReadOnlyView, is_read_only, plain_of
+from tiered.store.residency.residency import Residency
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.units import MiB, format_bytes
 
-__all__ = ["check_block", "flat_of", "new_tensor", "plain_value", "result_for"]
+__all__ = ["check_block", "flat_of", "new_tensor", "plain_value", "read_resident", "result_for"]
+
+_T = TypeVar("_T")
 
 _OWN_PAGES_NBYTES = 32 * MiB  # from here on malloc maps new pages for each tensor too, but small ones: slow to touch
 
@@ -103,3 +111,18 @@ def new_tensor(spec: Spec, key: str, device: torch.device | str = "cpu") -> torc
 def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the (nbytes,) uint8 view of a contiguous tensor; where it has one element its strides may be anything."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def read_resident(
+    working_set: Residency, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
+) -> _T:
+    """Return ``copy(spec, buffer)`` of the bytes of ``key``, under a brief lease for reading; blocks.
+
+    Bytes that are on the device alone are swapped in where ``swaps_in(entry)``. Else raises ReadPastError.
+    """
+    alias, spec, _ = working_set.obtain(key, "r", swaps_in=swaps_in)
+    try:
+        return copy(spec, alias.residence.buffer)
+    finally:
+        working_set.end_brief(alias)
+

@@ -18,9 +18,9 @@ from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, 
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.residency import ReadPastError, Residency
 from tiered.store.transfers.transfer import SLAB_NBYTES
-from tiered.store.values.parts import PartValues, read_resident
+from tiered.store.values.parts import PartValues
 from tiered.store.values.streaming import StreamedValues
-from tiered.store.values.tensors import check_block, flat_of, plain_value, result_for
+from tiered.store.values.tensors import check_block, flat_of, plain_value, read_resident, result_for
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.units import MiB
 
