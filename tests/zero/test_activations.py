@@ -16,7 +16,7 @@ from tests.pairwise import pairwise
 from tests.reference import Recipe
 from tests.zero.saved_tensors import WORDS, engine_of, swapped_of, wide_vectors
 from tests.zero.training import assert_same, checkpointed, debug_store, reference, reference_of, smallest_budget, start
-from tiered.zero.activations.activations import choose_swapped, words_of
+from tiered.zero.activations.activations import words_of
 
 RECIPES = {"fp32-backward": (None, "backward"), "bf16-step": (torch.bfloat16, "step")}
 
@@ -111,15 +111,6 @@ def test_gradients_of(
 
 
 # -- the words -----------------------------------------------------------------------------------------------------
-
-
-def test_the_first_units_swap_until_the_others_fit() -> None:
-    saved = {"a": 100, "none": 0, "b": 100, "root": 100}
-    assert choose_swapped(saved, 300) == set()
-    assert choose_swapped(saved, 299) == {"a"}
-    assert choose_swapped(saved, 199) == {"a", "b"}
-    assert choose_swapped(saved, 0) == {"a", "b", "root"}
-    assert choose_swapped({}, 0) == set()
 
 
 def test_auto_keeps_what_fits_and_swaps_the_rest(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tiered
-from tests.models import CASES, GPT, Case, Vectors, batch_of_tokens, batch_of_vectors
+from tests.models import CASES, Case, Vectors, batch_of_tokens, batch_of_vectors
 from tests.reference import Recipe
 from tests.zero.saved_tensors import swapped_of, wide_vectors
 from tests.zero.training import assert_same, debug_store, reference, start
@@ -176,14 +176,6 @@ def test_the_bits_of_a_store_that_outlives_nothing_but_its_graph(tmp_path: Path,
         loss = start(CASES["gpt"], Recipe(), store, activations="swap").model(*batch_of_tokens(0))
     del loss
     gc.collect()
-
-
-def test_generation_between_steps_saves_nothing(tmp_path: Path, swap_all: None) -> None:
-    with debug_store(tmp_path, durable=False) as store:
-        session = start(Case(GPT, batch_of_tokens), Recipe(), store, activations="swap")
-        with torch.no_grad():
-            session.model(*batch_of_tokens(0))
-        assert swapped_of(session).num_swapped == 0
 
 
 def test_an_activation_without_room_stays_in_memory_whichever_thread_saves_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Engine: the conductor of one sharded model. Module hooks report here; units are opened and parked from here.
+"""Engine: the parts of one sharded model, and the moves that need several parts: see [Note: the way of a unit].
 
 The engine owns no bytes (the working set does), does no arithmetic on them (the optimizer does) and does not decide
 which calls are legal (the phase does). The engine is the one object that knows all the parts of a model.

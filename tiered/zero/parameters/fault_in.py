@@ -1,4 +1,7 @@
-"""Access: the right to touch a parameter; every operation on a sharded parameter asks here first."""
+"""Access: an operation on a sharded parameter asks here for the right to it, and faults the parameter's unit in.
+
+The other way in is a module's hook: see [Note: the way of a unit] in unit.py.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """ModuleCalls: the calls of a sharded model's modules and methods that are under way; units are shown while they run.
 
-Module hooks and wrapped methods report here, and each call opens and parks its unit: see [Note: the way of a unit]. The
-engine decides what else happens as a forward begins. The frames of a thread tell which calls it is in, where torch does
-not report them. Outputs that lie in a unit's buffer are cloned before they are handed out.
+Module hooks and wrapped methods report here, and each call opens and parks its unit: see [Note: the way of a unit] in
+unit.py. The engine decides what else happens as a forward begins. Where torch reports no call, the thread's frames tell
+which calls run. Outputs that lie in a unit's buffer are cloned before they are handed out.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class Method:
 class ModuleCalls:
     """The calls ``under_way`` and the ``methods`` of one model in one thread, each the outermost first.
 
-    Units are shown where their call begins, and parked where it ends. Invariants: the calls that methods have become
-    are the outermost ones. A pair of hooks of ours is entered by the outermost call or method with gradients, and by
-    each call and operation that finds another pair above ours: a caller's own, or a checkpoint's. (torch uses the
-    innermost pair only; ``SavedPair`` says which tensors it hands on.)
+    A unit is shown where its call begins, and parked where its call ends. The calls that methods have become are the
+    outermost ones. The outermost call or method with gradients puts a pair of saved-tensor hooks in force. A call or an
+    operation below a pair that is not tiered's (a caller's own, or a checkpoint's) puts another pair in force, because
+    torch uses only the innermost one; ``SavedPair`` says which tensors a pair hands on.
     """
 
     def __init__(self, engine: EngineParts, pack: Callable[[torch.Tensor], Packed]) -> None:
