@@ -29,6 +29,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 KINDS = {"non_reentrant": False, "reentrant": True}
 UPDATES = ("step", "backward")
+WORDS = ("keep", "recompute", "swap")
 
 every_kind = pytest.mark.parametrize("use_reentrant", KINDS.values(), ids=KINDS)
 every_update = pytest.mark.parametrize("update", UPDATES)
@@ -108,13 +109,21 @@ def parts_in_parts(model: Any, batch: tuple[Tensor, Tensor], *, use_reentrant: b
 
 @pairwise(
     loss={part.__name__: part for part in (whole_model, parts_of_a_loop, parts_in_parts)},
-    use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES,
+    use_reentrant=KINDS, param_dtype=DTYPES, update=UPDATES, word=WORDS,
 )  # fmt: skip
+@pytest.mark.usefixtures("swap_all")
 def test_regions_that_the_training_loop_makes(
-    loss: Callable[..., Tensor], use_reentrant: bool, param_dtype: torch.dtype | None, update: str, quick_path: Path
+    loss: Callable[..., Tensor],
+    use_reentrant: bool,
+    param_dtype: torch.dtype | None,
+    update: str,
+    word: str,
+    quick_path: Path,
 ) -> None:
+    """A checkpoint knows saved tensors by their number, which counts weights too."""
     case = Case(partial(GPT, NUM_BLOCKS), batch_of_tokens, partial(loss, use_reentrant=use_reentrant))
-    assert_trains_as_in_memory(case, Recipe(param_dtype=param_dtype, num_steps=2), update, quick_path)
+    recipe = Recipe(param_dtype=param_dtype, num_steps=2)
+    assert_trains_as_in_memory(case, recipe, update, quick_path, activations=word)
 
 
 class FrozenParts(GPT):
