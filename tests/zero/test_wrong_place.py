@@ -152,6 +152,7 @@ def _sgd(model: nn.Module) -> None:
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("act", WHOLE.values(), ids=WHOLE)
 def test_what_would_take_the_model_apart(act: Callable[[nn.Module], Any], tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
