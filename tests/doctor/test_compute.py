@@ -25,7 +25,7 @@ from tiered.tools.doctor.checks import (
     machine_checks,
 )
 from tiered.tools.doctor.doctor import examine
-from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
+from tiered.zero.formats.compact_codes import COMPACT_COST, INSTALL_COMPACT
 
 
 def test_a_process_group_is_made_and_nothing_is_left_of_it() -> None:

@@ -14,7 +14,7 @@ from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout as unit_layout
 from tiered.zero.activations import swapped_activations
 from tiered.zero.formats import layout
-from tiered.zero.formats.kernel_trial import compact_trial
+from tiered.zero.formats.compact_codes import compact_trial
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import tiered
 from tests.store.places import quick_directory
 from tests.zero.training import debug_store
 from tiered.zero.formats import layout
-from tiered.zero.formats.kernel_trial import COMPACT_BITS, agree, compact_trial
+from tiered.zero.formats.compact_codes import COMPACT_BITS, agree, compact_trial
 
 WIDTH = 16
 COUNT = 300  # of updates before the first one here: bf16 has 256 and 258, fp16 as many as it needs

@@ -5,7 +5,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import torch
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.zero.digests import digests_of_training
-from tiered.zero.formats import kernel_trial, layout
-from tiered.zero.formats.compact_kernels import compile_compact_kernels, compile_nothing, give_back_compiler
-from tiered.zero.formats.kernel_trial import (
+from tiered.zero.formats import compact_codes, layout
+from tiered.zero.formats.compact_codes import (
     COMPACT_BITS,
     COMPACT_COST,
     INSTALL_COMPACT,
@@ -25,6 +23,7 @@ from tiered.zero.formats.kernel_trial import (
     compact_trial,
     tried_compact_kernels,
 )
+from tiered.zero.formats.compact_kernels import compile_compact_kernels, compile_nothing
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 
@@ -81,8 +80,8 @@ def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(
 def test_kernels_that_give_other_bits_are_not_used(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = kernel_trial.compile_compact_kernels()._replace(decode_signed=lambda *_: None)
-    monkeypatch.setattr(kernel_trial, "compile_compact_kernels", lambda: wrong)
+    wrong = compact_codes.compile_compact_kernels()._replace(decode_signed=lambda *_: None)
+    monkeypatch.setattr(compact_codes, "compile_compact_kernels", lambda: wrong)
     assert tried_compact_kernels() is None
     (warning,) = warnings_of(caplog)
     assert "other bits than torch" in warning and "here: signed;" in warning
@@ -98,10 +97,10 @@ def test_what_has_no_use_for_kernels_asks_for_none(monkeypatch: pytest.MonkeyPat
 
 def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
     lines = (
-        "import os, sys, torch, tiered, tiered.zero.formats.kernel_trial as kernel_trial",
+        "import os, sys, torch, tiered, tiered.zero.formats.compact_codes as compact_codes",
         "assert 'numba' not in sys.modules",
         "before = os.listdir('/proc/self/task')",
-        "assert kernel_trial.tried_compact_kernels() is not None, kernel_trial.compact_trial().reason",
+        "assert compact_codes.tried_compact_kernels() is not None, compact_codes.compact_trial().reason",
         "assert os.listdir('/proc/self/task') == before",
         "import numba",
         "try: print(numba.threading_layer())",
@@ -114,19 +113,13 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
     assert done.stdout == "none was started\n"
 
 
-def test_the_compiler_leaves_no_pages_behind_and_comes_back() -> None:
+@pytest.mark.usefixtures("untried")
+def test_a_trial_leaves_no_pages_of_the_compiler_behind_and_the_compiler_comes_back() -> None:
     compile_nothing()
     assert resident_kib("/libllvmlite.") > 16 * 1024
-    give_back_compiler()
-    assert resident_kib("/libllvmlite.") < 4 * 1024  # what was relocated is this process's own
-    compiled = compile_compact_kernels()
-    assert agree(COMPACT_BITS["master"], compiled)
-
-
-@pytest.mark.usefixtures("untried")
-def test_a_trial_gives_the_compiler_back() -> None:
     assert compact_trial().kernels is not None, compact_trial().reason
-    assert resident_kib("/libllvmlite.") < 4 * 1024
+    assert resident_kib("/libllvmlite.") < 4 * 1024  # what was relocated is this process's own
+    assert agree(COMPACT_BITS["master"], compile_compact_kernels())
 
 
 def resident_kib(library: str) -> int:
@@ -150,32 +143,3 @@ def test_a_forked_child_has_the_kernels_of_its_parent() -> None:
         assert all(agree(each, kernels) for each in COMPACT_BITS.values())
 
     assert exit_code_of_child(in_the_child) == 0
-
-
-def test_other_threads_run_beside_a_kernel() -> None:
-    """Nobody takes the interpreter's lock away here: whoever sees the flag set has been given it by a kernel."""
-    kernels = compact_trial().kernels
-    assert kernels is not None
-    memory = torch.empty(1 << 18, dtype=torch.int32)
-    started, seen = threading.Event(), threading.Event()
-    turns = []
-
-    def work() -> None:
-        started.set()
-        for turn in range(5000):
-            if seen.is_set():
-                turns.append(turn)
-                return
-            kernels.fill_numbers(memory.data_ptr(), memory.numel(), 1, 0, 4095)
-
-    interval = sys.getswitchinterval()
-    thread = threading.Thread(target=work)
-    sys.setswitchinterval(1000)
-    try:
-        thread.start()
-        started.wait()
-        seen.set()
-        thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert turns, "every turn went by before another thread could run"

@@ -1,6 +1,7 @@
 """optimizer.load_state_dict takes what a state_dict is, and refuses all else in one error, with nothing changed."""
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import tiered
@@ -103,29 +102,23 @@ GROUP, ENTRY = ("param_groups", 0), ("state", 2)
 
 MALFORMED: dict[str, tuple[Callable[[State], Any], str]] = {
     "nothing": (lambda _: None, "dict.*None"),
-    "a_list": (lambda state: [state], "dict"),
     "no_state": (drop("state"), "'state'"),
     "no_groups": (drop("param_groups"), "'param_groups'"),
     "state_that_is_none": (put("state", value=None), "'state'.*dict.*None"),
     "groups_that_are_none": (put("param_groups", value=None), "list.*None"),
     "one_group_less": (drop("param_groups", 1), "2 groups, got 1"),
-    "one_group_more": (put("param_groups", value=lambda groups: [*groups, groups[0]]), "2 groups, got 3"),
     "group_that_is_none": (put(*GROUP, value=None), r"\[0\].*dict"),
     "group_without_params": (drop(*GROUP, "params"), "'params'"),
     "params_that_are_none": (put(*GROUP, "params", value=None), "'params'.*list"),
     "one_parameter_less": (put(*GROUP, "params", value=[0]), "2 parameters, got 1"),
-    "one_parameter_more": (put(*GROUP, "params", value=[0, 1, 9]), "2 parameters, got 3"),
     "parameter_twice": (put(*GROUP, "params", value=[0, 0]), "once"),
-    "parameter_of_two_groups": (put(*GROUP, "params", value=[0, 2]), "once"),
     "ids_that_are_lists": (put(*GROUP, "params", value=[[], []]), "ids"),
     "no_lr": (drop(*GROUP, "lr"), "'lr'"),
-    "lr_that_is_none": (put(*GROUP, "lr", value=None), "'lr'.*None"),
-    "lr_that_is_text": (put(*GROUP, "lr", value="0.1"), "'lr'.*'0.1'"),
+    "eps_of_a_thousand_digits": (put(*GROUP, "eps", value=10**1000), "'eps'.*a number >= 0"),
     "lr_below_zero": (put(*GROUP, "lr", value=-1.0), "'lr'.*-1.0"),
     "lr_that_is_no_number": (put(*GROUP, "lr", value=float("nan")), "'lr'.*nan"),
     "lr_of_two": (put(*GROUP, "lr", value=torch.ones(2)), r"'lr'.*\(2,\)"),
     "one_beta": (put(*GROUP, "betas", value=(0.9,)), "betas.*two numbers"),
-    "beta_of_one": (put(*GROUP, "betas", value=(0.9, 1.0)), "betas"),
     "maximize_that_is_text": (put(*GROUP, "maximize", value="no"), "maximize.*True or False"),
     "unknown_hyperparameter": (put(*GROUP, value=lambda g: {**g, "weight_dekay": 1}), "weight_dekay.*weight_decay"),
     "amsgrad": (put(*GROUP, value=lambda g: {**g, "amsgrad": True}), "amsgrad"),
@@ -136,22 +129,15 @@ MALFORMED: dict[str, tuple[Callable[[State], Any], str]] = {
     "no_step": (drop(*ENTRY, "step"), r"1\.weight.*'step'"),
     "step_that_is_text": (put(*ENTRY, "step", value="1"), "'step'.*whole number"),
     "step_of_one_and_a_half": (put(*ENTRY, "step", value=1.5), "'step'.*1.5"),
-    "step_below_zero": (put(*ENTRY, "step", value=torch.tensor(-1.0)), "'step'"),
-    "step_that_is_no_number": (put(*ENTRY, "step", value=torch.tensor(float("nan"))), "'step'"),
     "step_without_end": (put(*ENTRY, "step", value=float("inf")), "'step'"),
     "step_of_a_thousand_digits": (put(*ENTRY, "step", value=10**1000), "'step'"),
-    "step_of_two": (put(*ENTRY, "step", value=torch.ones(2)), r"'step'.*\(2,\)"),
     "no_exp_avg": (drop(*ENTRY, "exp_avg"), r"1\.weight.*'exp_avg'"),
-    "exp_avg_of_none": (put(*ENTRY, "exp_avg", value=None), "'exp_avg'"),
     "exp_avg_as_a_list": (put(*ENTRY, "exp_avg", value=lambda t: t.tolist()), "tensor of floats"),
-    "exp_avg_as_numpy": (put(*ENTRY, "exp_avg", value=lambda t: t.numpy()), "tensor of floats.*ndarray"),
     "exp_avg_on_meta": (put(*ENTRY, "exp_avg", value=lambda t: t.to("meta")), "dense.*meta"),
     "sparse_exp_avg": (put(*ENTRY, "exp_avg", value=lambda t: t.to_sparse()), "dense"),
     "exp_avg_of_whole_numbers": (put(*ENTRY, "exp_avg", value=lambda t: t.long()), "floats.*int64"),
-    "complex_exp_avg": (put(*ENTRY, "exp_avg", value=lambda t: t + 1j), "floats.*complex"),
     "exp_avg_transposed": (put(*ENTRY, "exp_avg", value=lambda t: t.T), r"\(3, 4\), got \(4, 3\)"),
     "exp_avg_that_broadcasts": (put(*ENTRY, "exp_avg", value=lambda t: t[:1]), r"\(3, 4\), got \(1, 4\)"),
-    "exp_avg_flat": (put(*ENTRY, "exp_avg", value=lambda t: t.flatten()), r"\(3, 4\), got \(12,\)"),
     "exp_avg_sq_below_zero": (put(*ENTRY, "exp_avg_sq", value=lambda t: -t - 1), "below zero"),
     "moments_of_another_optimizer": (put(*ENTRY, value=lambda e: {**e, "momentum_buffer": e["exp_avg"]}), "momentum_b"),
     "master_of_another_shape": (put(*ENTRY, "master", value=lambda t: t[0]), "'master'"),
@@ -183,22 +169,10 @@ def test_a_state_that_is_refused_gives_a_frozen_parameter_none(tmp_path: Path) -
         assert optimizer.state_dict()["state"].keys() == {2, 3} and set(store) == keys
 
 
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=3),
-    st.binary(max_size=3),
-    st.just([]),
-    st.just({}),
-    st.just(()),
-    st.builds(object),
-    st.sampled_from([torch.bool, torch.int8, torch.float16, torch.float32, torch.complex64]).flatmap(
-        lambda dtype: st.lists(st.integers(0, 3), max_size=3).map(lambda shape: torch.ones(shape, dtype=dtype))
-    ),
-    st.sampled_from([np.float32(1), np.int64(2), np.zeros(3), 1 + 2j, 10**400, -0.0]),
-)
+JUNK = [
+    None, True, 7, 10**400, -0.0, float("nan"), "x", b"x", [], {}, (), object(), 1 + 2j, np.float32(1), np.zeros(3),
+    torch.ones((), dtype=torch.bool), torch.ones(3, dtype=torch.int8), torch.ones(2, 2), torch.ones(0).half(),
+]  # fmt: skip
 
 
 def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -209,45 +183,33 @@ def places_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
         yield from places_in(item, (*path, name))
 
 
-def replaced(value: Any, path: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
+def spoilt(value: Any, path: tuple[Any, ...], rng: random.Random) -> Any:
+    """Return ``value`` with junk at ``path``, in place of what is there or beside it, or with nothing there."""
     if not path:
-        return change(value)
+        return {**value, rng.choice(["x", 4]): rng.choice(JUNK)} if isinstance(value, dict) else rng.choice(JUNK)
     copied = dict(value) if isinstance(value, dict) else list(value)
-    copied[path[0]] = replaced(copied[path[0]], path[1:], change)
+    if len(path) == 1 and rng.random() < 0.3:
+        del copied[path[0]]
+    else:
+        copied[path[0]] = rng.choice(JUNK) if rng.random() < 0.2 else spoilt(copied[path[0]], path[1:], rng)
     return tuple(copied) if isinstance(value, tuple) else copied
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(data=st.data())
-def test_junk_anywhere_is_taken_whole_or_refused_whole(data: st.DataObject, trained: Trained) -> None:
-    bad: Any = trained.good
-    for _ in range(data.draw(st.integers(1, 2))):
-        path = data.draw(st.sampled_from(list(places_in(bad))))
-        kind = data.draw(st.sampled_from(["replace", "remove", "add"]))
-        if kind == "replace":
-            bad = replaced(bad, path, lambda _: data.draw(JUNK))
-        elif path and kind == "remove":
-            bad = replaced(bad, path[:-1], lambda place, name=path[-1]: without(place, name))
-        else:
-            bad = replaced(bad, path, lambda place: data.draw(JUNK) if not isinstance(place, dict) else {
-                **place, data.draw(st.one_of(st.integers(0, 4), st.text(max_size=3))): data.draw(JUNK)
-            })  # fmt: skip
-    try:
-        trained.optimizer.load_state_dict(bad)
-    except UsageError as error:
-        assert "nothing was changed" in str(error)
-        trained.assert_unchanged()
-    else:  # some of it is as good: another number, a state that is not there
-        trained.step()
-        trained.model.load_state_dict(trained.parameters)
-        trained.optimizer.load_state_dict(trained.good)
-        trained.assert_unchanged()
-
-
-def without(place: Any, name: Any) -> Any:
-    if isinstance(place, dict):
-        return {key: item for key, item in place.items() if key != name}
-    return type(place)(item for index, item in enumerate(place) if index != name)
+def test_junk_anywhere_is_taken_whole_or_refused_whole(trained: Trained) -> None:
+    for seed in range(250):
+        rng, bad = random.Random(seed), trained.good
+        for _ in range(rng.randint(1, 2)):
+            bad = spoilt(bad, rng.choice(list(places_in(bad))), rng)
+        try:
+            trained.optimizer.load_state_dict(bad)
+        except UsageError as error:
+            assert "nothing was changed" in str(error)
+            trained.assert_unchanged()
+        else:  # some of it is as good: another number, a state that is not there
+            trained.step()
+            trained.model.load_state_dict(trained.parameters)
+            trained.optimizer.load_state_dict(trained.good)
+            trained.assert_unchanged()
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -6,20 +6,24 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiered
 from tests.devices.simulated_disk import SimulatedDisk
+from tests.interrupts import interrupt_at
 from tests.models import CASES
 from tests.reference import Recipe, Trained
 from tests.store.rig import GatedDevice, simulated_store
+from tests.store.test_nested_calls import no_hang
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
 from tiered.bytes.device.base import Device, Operation
-from tiered.errors import CapacityError, DeviceError, StepAbandonedError, UsageError
+from tiered.errors import CapacityError, DeadlineError, DeviceError, StepAbandonedError, UsageError
 from tiered.units import MiB
 from tiered.zero.optimizer.background_updates import UpdateThread
+from tiered.zero.optimizer.bucket_update import UpdatePipeline
 
 TWO_THREADS = True  # how long the layers compute beside I/O is left as users have it
 
@@ -67,7 +71,7 @@ class Rig:
 
         def run() -> None:
             with self.worker._condition:
-                self.worker._condition.wait_for(lambda: bool(self.worker._waiting) or is_over.is_set(), 30)
+                self.worker._condition.wait_for(lambda: self.worker._is_waited_for or is_over.is_set(), 30)
             if not is_over.is_set():
                 action()
 
@@ -136,18 +140,6 @@ def test_the_next_forward_goes_on_while_the_update_of_a_later_unit_waits() -> No
         r.session.run_step(2)
         handle.remove()
         assert seen == [True]
-        assert_same(r.session.collect(), expected(3))
-
-
-def test_the_rest_of_the_updates_of_a_backward_run_in_the_next_forward() -> None:
-    with rig("backward") as r:
-        r.session.run_step(0)
-        r.device.hold = r.reads_of("blocks.3")
-        r.session.run_step(1)
-        assert r.worker.is_busy
-        with r.when_main_waits(r.device.open):
-            r.session.run_step(2)
-        assert not r.device.held
         assert_same(r.session.collect(), expected(3))
 
 
@@ -345,23 +337,6 @@ def test_a_failed_update_is_not_committed_by_close(update: str) -> None:
         assert_same(r.session.collect(), expected(1))
 
 
-@every_update
-def test_an_interrupt_of_a_wait_for_an_update(update: str) -> None:
-    with rig(update) as r:
-        r.session.run_step(0)
-        r.store.commit({"step": 1})
-        r.device.hold = r.reads_of("root")
-        r.session.run_step(77)
-        with pytest.raises(KeyboardInterrupt):
-            with r.when_main_waits(interrupt):
-                r.session.run_step(78)
-        r.device.open()
-        r.store.rollback()
-        del r.session.trained.losses[1:]
-        r.session.run_step(1)
-        assert_same(r.session.collect(), expected(2))
-
-
 def test_a_caller_that_takes_all_the_memory_gets_what_there_is_and_the_update_goes_on(tmp_path: Path) -> None:
     nbytes = smallest_budget(CASE, Recipe(), "step", tmp_path / "probe")
     with debug_store(tmp_path / "store", nbytes, durable=False) as store:
@@ -420,3 +395,118 @@ def test_each_key_is_read_as_often_as_the_formula_says(update: str) -> None:
         after = r.store.statistics()
         assert after.read_bytes - before.read_bytes <= 2 * parameters + state
         assert after.write_bytes - before.write_bytes <= parameters + state
+
+
+# -- interrupts, threads and deadlines --------------------------------------------------------------------------------
+
+
+Act = Callable[[Rig], object]
+
+
+def _step(r: Rig) -> None:
+    r.session.run_step(1)
+
+
+def _wait(r: Rig) -> None:
+    r.session.run_step(1)
+    r.worker.wait_for_all()
+
+
+def _roll_back(r: Rig) -> None:
+    r.session.run_step(1)
+    r.store.rollback()
+
+
+@pytest.mark.parametrize("act", [_step, _wait, _roll_back])
+def test_an_interrupt_anywhere_leaves_a_worker_that_goes_on_after_a_rollback(act: Act) -> None:
+    with rig("step") as r:
+        r.session.run_step(0)
+        r.store.commit({"step": 1})
+        with interrupt_at() as places:
+            act(r)
+        for number in range(1, places.number, places.number // 8):
+            del r.session.trained.losses[1:]
+            r.store.rollback()
+            try:
+                with interrupt_at(number):
+                    act(r)
+            except KeyboardInterrupt:
+                pass
+            r.store.rollback()
+            assert not r.worker.is_busy and r.worker._condition.acquire(timeout=30), number
+            r.worker._condition.release()
+        del r.session.trained.losses[1:]
+        r.session.run_step(1)
+        assert_same(r.session.collect(), expected(2))
+
+
+@every_update
+def test_a_thread_that_cannot_be_started_ends_the_step_and_no_more(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "tiered-update":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with rig(update) as r:
+        r.session.run_step(0)
+        r.store.commit({"step": 1})
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match="can't start new thread"):
+            patch.setattr(threading.Thread, "start", refuse)
+            r.session.run_step(1)
+        r.store.rollback()
+        del r.session.trained.losses[1:]
+        r.session.run_step(1)
+        assert_same(r.session.collect(), expected(2))
+
+
+def test_a_signal_handler_that_comes_while_its_thread_has_the_workers_lock_is_refused() -> None:
+    with no_hang(), rig("step") as r:
+        r.session.run_step(0)
+        r.device.hold = r.reads_of("root")
+        r.session.run_step(1)
+        assert r.worker.is_busy
+        doors: list[Act] = [
+            lambda r: r.store.commit(),
+            lambda r: r.store.commit(wait=False),
+            lambda r: r.store.rollback(),
+            lambda r: r.store["model/parameters/root"],
+        ]
+        for door in doors:
+            with r.worker._condition, pytest.raises(UsageError, match="set a flag there"):
+                door(r)
+        with r.worker._condition, pytest.warns(ResourceWarning, match="nothing was closed"):
+            r.store.close()
+        r.device.open()
+        r.store.commit({"step": 2})
+        assert_same(r.session.collect(), expected(2))
+
+
+@pytest.mark.parametrize("wait", ["a forward", "all"])
+def test_an_update_that_makes_no_progress_ends_the_wait_at_the_deadline(
+    wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bucket whose arithmetic does not end, as on a machine that swaps; nothing hangs, and a rollback goes on."""
+    is_over, update = threading.Event(), UpdatePipeline.update
+
+    def stuck(self: UpdatePipeline, *args: Any) -> None:
+        is_over.wait(60)
+        update(self, *args)
+
+    with rig("step") as r:
+        r.session.run_step(0)
+        r.store.commit({"step": 1})
+        monkeypatch.setattr(r.worker, "_deadline_s", 0.5)
+        with monkeypatch.context() as patch:
+            patch.setattr(UpdatePipeline, "update", stuck)
+            r.session.run_step(1)
+            with pytest.raises(DeadlineError, match=r"the update of '.*' did not happen within 0\.5 s"):
+                r.worker.wait_for_all() if wait == "all" else r.session.run_step(2)
+            is_over.set()
+        del r.session.trained.losses[1:]
+        r.store.rollback()
+        r.session.run_step(1)
+        assert_same(r.session.collect(), expected(2))

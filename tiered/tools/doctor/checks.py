@@ -42,8 +42,8 @@ from tiered.bytes.registrar import NoRegistrar, registrar_for
 from tiered.errors import DeviceError
 from tiered.tools.doctor.description import by_drive, directory_description
 from tiered.units import KiB, MiB, format_bytes, format_count
+from tiered.zero.formats.compact_codes import COMPACT_COST, INSTALL_COMPACT
 from tiered.zero.formats.compact_kernels import compile_nothing
-from tiered.zero.formats.kernel_trial import COMPACT_COST, INSTALL_COMPACT
 
 __all__ = [
     "MACHINE", "Check", "Finding", "Outcome", "broken", "directory_checks", "drive_checks", "machine_checks", "ok",

@@ -22,19 +22,16 @@ _SMALLEST_BUCKET_NBYTES = 64  # where a rule remembers nothing, as SGD without m
 
 
 class StatefulSegment(Protocol):
-    """A parameter as its state knows it."""
+    """A parameter as its state knows it; the dither depends on the name."""
 
     @property
-    def name(self) -> str:
-        """The parameter's name; the dither depends on it."""
+    def name(self) -> str: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The parameter's dtype."""
+    def dtype(self) -> torch.dtype: ...
 
     @property
-    def numel(self) -> int:
-        """The parameter's elements."""
+    def numel(self) -> int: ...
 
 
 S = TypeVar("S", bound=StatefulSegment)

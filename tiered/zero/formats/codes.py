@@ -104,7 +104,7 @@ class Remainder:
         fields[1].view(torch.int32).bitwise_and_(0x7FFFFFFF)
 
 
-class MarkedRemainder:
+class MarkedRemainder(Remainder):
     """The other 16 bits, lossless, as ``Remainder``; the ties are marked in a bitmap, an eighth of a byte each."""
 
     fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
@@ -134,14 +134,10 @@ class MarkedRemainder:
         words.mul_(0x0102040810204080).bitwise_right_shift_(56)  # the lowest bit of byte i becomes bit 56 + i
         fields[1].copy_(words)
 
-    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
-        """As ``encode``: ``hi`` is torch's rounding of the master already."""
-        self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
-
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
         """Zero the remainder and the marks."""
-        fields[0].zero_()
-        fields[1].zero_()
+        for field in fields:
+            field.zero_()
 
 
 def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:

@@ -18,10 +18,8 @@ import torch
 
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
-from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8
-from tiered.zero.formats.compact_kernels import CompactKernels
-from tiered.zero.formats.kernel_trial import tried_compact_kernels
-from tiered.zero.formats.rules import Hyperparameters, Moment, Rule
+from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8, tried_compact_kernels
+from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
@@ -58,26 +56,15 @@ class Layouts:
         return self._layouts[dtype]
 
     def _make(self, dtype: torch.dtype) -> Layout:
-        moments = tuple(self._moment_code(moment, dtype) for moment in self.rule.moments)
-        master: MasterCode | None = None
-        marks = None
-        if dtype == torch.bfloat16 and self.word == "compact":
-            master = Remainder8(self._tried_kernels())
-        elif dtype == torch.bfloat16:
-            marks = next((i for i, moment in enumerate(self.rule.moments) if moment.is_positive), None)
-            master = MarkedRemainder() if marks is None else Remainder()
-        return Layout(self.rule, dtype, master, moments, marks)
-
-    def _tried_kernels(self) -> CompactKernels | None:
-        return None if self._sizes_only else tried_compact_kernels()
-
-    def _moment_code(self, moment: Moment, dtype: torch.dtype) -> MomentCode:
-        if dtype == torch.float64:
-            return RawMoment(torch.float64)
-        if self.word == "compact":
-            kernels = self._tried_kernels()
-            return PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels)
-        return RawMoment(torch.float32)
+        moments, is_bf16 = self.rule.moments, dtype == torch.bfloat16
+        if self.word == "compact" and dtype != torch.float64 and (moments or is_bf16):
+            kernels = None if self._sizes_only else tried_compact_kernels()
+            codes = [PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels) for moment in moments]
+            return Layout(self.rule, dtype, Remainder8(kernels) if is_bf16 else None, tuple(codes), None)
+        marks = next((i for i, moment in enumerate(moments) if moment.is_positive and is_bf16), None)
+        exact = MarkedRemainder() if marks is None else Remainder()
+        raw = RawMoment(torch.float64 if dtype == torch.float64 else torch.float32)
+        return Layout(self.rule, dtype, exact if is_bf16 else None, (raw,) * len(moments), marks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +85,9 @@ class Layout:
     is_raw: bool = dataclass_field(init=False)  # the fields are the moments, and the parameter is its own master
 
     def __post_init__(self) -> None:
-        own = self.master.fields if self.master is not None else ()
+        first = self.master.fields if self.master is not None else ()
         are_raw = all(moment.is_raw for moment in self.moments)
-        object.__setattr__(self, "fields", own + tuple(f for moment in self.moments for f in moment.fields))
+        object.__setattr__(self, "fields", first + tuple(f for moment in self.moments for f in moment.fields))
         object.__setattr__(self, "is_small", self.dtype == torch.float64 or not are_raw)
         object.__setattr__(self, "is_raw", self.master is None and are_raw)
 
@@ -148,23 +135,23 @@ class Layout:
             for field, view in zip(self.fields, views, strict=True)
         ]
         begin = len(self.master.fields) if self.master is not None else 0
-        own, moments = parts[:begin], []
+        master, moments = parts[:begin], []
         for code in self.moments:
             moments.append(parts[begin : begin + len(code.fields)])
             begin += len(code.fields)
         if self.marks is not None:
-            own.append(moments[self.marks][0])
-        return Tile(self, own, moments)
+            master.append(moments[self.marks][0])
+        return Tile(self, master, moments)
 
 
 class Tile:
-    """The state of a stretch of one parameter, in its bucket: ``own`` the master's fields, then each moment's."""
+    """The state of a stretch of one parameter, in its bucket: the fields of the ``master``, and of each moment."""
 
-    __slots__ = ("_layout", "moments", "own")
+    __slots__ = ("_layout", "master", "moments")
 
-    def __init__(self, layout: Layout, own: list[torch.Tensor], moments: list[list[torch.Tensor]]) -> None:
+    def __init__(self, layout: Layout, master: list[torch.Tensor], moments: list[list[torch.Tensor]]) -> None:
         self._layout = layout
-        self.own = own
+        self.master = master
         self.moments = moments
 
     def update(
@@ -188,18 +175,18 @@ class Tile:
     def decode_master(self, parameter: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Return the master: (numel,), in scratch, or ``parameter`` where it is its own."""
         code = self._layout.master
-        return parameter if code is None else code.decode(parameter, self.own, rows)
+        return parameter if code is None else code.decode(parameter, self.master, rows)
 
     def encode_master(self, parameter: torch.Tensor, rows: Rows, scratch: TileScratch) -> None:
         """Keep the master that lies in ``rows.master``, after the moments were kept."""
         code = self._layout.master
         if code is not None:
-            code.encode(parameter, self.own, rows, scratch.dither)
+            code.encode(parameter, self.master, rows, scratch.dither)
 
     def attach_master(self, parameter: torch.Tensor, rows: Rows) -> None:
         """Keep the part of the master in ``rows.master`` that ``parameter`` lacks; ``parameter`` stays as it is."""
         assert self._layout.master is not None
-        self._layout.master.attach(parameter, self.own, rows)
+        self._layout.master.attach(parameter, self.master, rows)
 
     def clear_moments(self) -> None:
         """Make the moments those of a fresh parameter; the marks of the master stay."""
@@ -213,7 +200,7 @@ class Tile:
     def clear_master(self) -> None:
         """Make the parameter its own master."""
         assert self._layout.master is not None
-        self._layout.master.clear(self.own)
+        self._layout.master.clear(self.master)
 
     def rows(self, scratch: TileScratch) -> Rows:
         """Return the rows of ``scratch`` that a tile of this layout works in."""

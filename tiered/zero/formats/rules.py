@@ -7,9 +7,10 @@ bucket_update.py moves them.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,30 +38,34 @@ class Hyperparameters:
     begins: bool = False
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """The arithmetic of an optimizer."""
 
-    @property
-    def name(self) -> str:
-        """The optimizer's name, as torch spells it."""
+    name: str
+    """The optimizer's name, as torch spells it."""
 
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        """The values remembered per element; all are zero before the first update."""
+    moments: tuple[Moment, ...]
+    """The values remembered per element; all are zero before the first update."""
 
-    @property
-    def needs_work(self) -> bool:
-        """Whether ``update`` uses its ``work``."""
+    hyperparameters: tuple[str, ...]
+    """The names of those that a step uses."""
+
+    needs_work = False
+    """Whether ``update`` uses its ``work``."""
 
     def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return the hyperparameters of ``group`` that a step uses, as plain values.
 
         Raises UsageError for values that the rule was not made for.
         """
+        values = {name: group[name] for name in self.hyperparameters}
+        return {name: float(v) if name == "lr" or isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
     def makes_moments(self, values: Mapping[str, Any]) -> bool:
         """Return whether an update with these frozen ``values`` makes or changes moments."""
+        return True
 
+    @abstractmethod
     def update(
         self,
         parameters: list[torch.Tensor],
@@ -76,20 +81,12 @@ class Rule(Protocol):
         """
 
 
-class AdamWRule:
+class AdamWRule(Rule):
     """AdamW as ``torch.optim.AdamW(fused=True)`` computes it."""
 
     name = "AdamW"
-    needs_work = False
     moments = (Moment("exp_avg", False), Moment("exp_avg_sq", True))
-
-    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyperparameters of ``group`` that a step uses, as plain values."""
-        return _freeze(group, ("lr", "betas", "eps", "weight_decay", "maximize"))
-
-    def makes_moments(self, values: Mapping[str, Any]) -> bool:
-        """Every update does."""
-        return True
+    hyperparameters = ("lr", "betas", "eps", "weight_decay", "maximize")
 
     def update(
         self,
@@ -110,14 +107,14 @@ class AdamWRule:
         )  # fmt: skip
 
 
-class SGDRule:
+class SGDRule(Rule):
     """SGD as ``torch.optim.SGD(fused=True)`` computes it; it remembers a momentum buffer if made ``with_momentum``.
 
     ``weight_decay`` is added to the gradient, as torch does: it is not decoupled.
     """
 
     name = "SGD"
-    needs_work = False
+    hyperparameters = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def __init__(self, *, with_momentum: bool) -> None:
         self.moments = (Moment("momentum_buffer", False),) if with_momentum else ()
@@ -129,7 +126,7 @@ class SGDRule:
                 f"tiered.SGD was made without momentum and a group has momentum={group['momentum']} now; expected a"
                 " momentum other than 0 when the optimizer is made, or none in every group"
             )
-        return _freeze(group, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
+        return super().freeze(group)
 
     def makes_moments(self, values: Mapping[str, Any]) -> bool:
         """Updates with momentum do; the first of them makes the gradient the buffer, without dampening."""
@@ -153,7 +150,7 @@ class SGDRule:
         )  # fmt: skip
 
 
-class LionRule:
+class LionRule(Rule):
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms"): the sign of an interpolated momentum.
 
     With decay decoupled: p -= lr * decay * p; p -= lr * sign(beta1 * m + (1 - beta1) * g); m = beta2 * m +
@@ -161,16 +158,9 @@ class LionRule:
     """
 
     name = "Lion"
-    needs_work = True
     moments = (Moment("exp_avg", False),)
-
-    def freeze(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the hyperparameters of ``group`` that a step uses, as plain values."""
-        return _freeze(group, ("lr", "betas", "weight_decay", "maximize"))
-
-    def makes_moments(self, values: Mapping[str, Any]) -> bool:
-        """Every update does."""
-        return True
+    hyperparameters = ("lr", "betas", "weight_decay", "maximize")
+    needs_work = True
 
     def update(
         self,
@@ -191,11 +181,6 @@ class LionRule:
             update.add_(gradient, alpha=sign * (1 - beta1)).sign_()
             parameter.mul_(1 - values["lr"] * values["weight_decay"]).add_(update, alpha=-values["lr"])
             exp_avg.mul_(beta2).add_(gradient, alpha=sign * (1 - beta2))
-
-
-def _freeze(group: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    values = {name: group[name] for name in names}
-    return {name: float(v) if name == "lr" or isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
 @functools.lru_cache(maxsize=4)  # of a step, every piece needs the same; torch only reads it

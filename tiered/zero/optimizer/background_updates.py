@@ -78,7 +78,7 @@ class UpdateThread:
         self._leftovers: list[str] = []
         self._is_last = self._is_cancelled = False  # is_last: a caller waits for the thread's end
         self._is_asking = self._has_given = False  # for memory that only the training thread can give
-        self._waiting: set[int] = set()  # threads that wait for an update
+        self._is_waited_for = False  # by the training thread
 
     def __repr__(self) -> str:
         return f"UpdateThread({self._running!r}, {len(self._queue)} queued)"
@@ -250,18 +250,19 @@ class UpdateThread:
             if has_ended:
                 return
             assert thread is not None
-            me, begun = threading.get_ident(), self._working_set.recorder.begin()
+            begun = self._working_set.recorder.begin()
             deadline = Deadline(f"the update of {subject or 'all units'!r}", self._deadline_s)
             may_give = this_thread() == self._open_units.thread  # open units are the training thread's
             try:
-                self._waiting |= {me} if may_give else set()
-                self._notify()
+                with self._condition:
+                    self._is_waited_for = self._is_waited_for or may_give
+                    self._condition.notify_all()
                 with self._working_set.waiting_for(thread):
                     while self._wait_once(is_over, deadline, may_give=may_give):
                         pass
             finally:
                 if may_give:
-                    self._waiting.discard(me)
+                    self._is_waited_for = False
                     self._answer(has_given=False)  # order: no thread is left to give memory back
                 self._working_set.recorder.waited(reason, subject, begun)
 
@@ -294,7 +295,7 @@ class UpdateThread:
         Returns whether it did. False at once where none waits: a thread that does not wait gives back by itself.
         """
         with self._condition:
-            if not self._waiting:
+            if not self._is_waited_for:
                 return False
             self._is_asking, self._has_given = True, False
             self._condition.notify_all()

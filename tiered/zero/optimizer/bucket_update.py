@@ -8,7 +8,7 @@ the compute device, is chosen by measuring both.
 from __future__ import annotations
 
 import logging
-import time
+import timeit
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -183,16 +183,8 @@ def _shorter(
         torch.accelerator.synchronize(place.device)
 
     with torch.no_grad():
-        return "device" if _seconds(on_device) < _seconds(on_host) else "cpu"
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    times = []
-    for _ in range(_NUM_TRIALS):
-        begun_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun_s)
-    return min(times)
+        there_s, here_s = (min(timeit.repeat(work, number=1, repeat=_NUM_TRIALS)) for work in (on_device, on_host))
+    return "device" if there_s < here_s else "cpu"
 
 
 # -- unit update -------------------------------------------------------------------------------------------------------

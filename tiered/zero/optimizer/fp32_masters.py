@@ -7,14 +7,15 @@ its own state and deletes them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from tiered.bytes.host_tensor import copy_across
 from tiered.bytes.interrupt import uninterrupted
+from tiered.store.residency.lease import Mode
 from tiered.store.store import Store
 from tiered.units import round_up
 from tiered.zero.engine import Engine
@@ -22,7 +23,7 @@ from tiered.zero.layout import CUT_NUMEL
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event
 
-__all__ = ["Constructed", "MasterOf", "Masters", "master_key", "masters_nbytes", "offsets_of", "taken_over",
+__all__ = ["Constructed", "MasterOf", "Masters", "leased", "master_key", "masters_nbytes", "offsets_of", "taken_over",
            "write_masters"]  # fmt: skip
 
 MasterOf = Callable[[Segment], torch.Tensor | None]
@@ -50,7 +51,7 @@ class Masters:
         self._store = store
         self._units = list(units)
         self._constructed: dict[Unit, Mapping[Segment, Constructed]] = {}
-        self._own: set[Segment] = set()
+        self._replaced: set[Segment] = set()  # their values are their masters
 
     def __repr__(self) -> str:
         return f"Masters({len(self._units)} units, {len(self._constructed)} of them constructed)"
@@ -70,19 +71,16 @@ class Masters:
     def _has(self, unit: Unit) -> bool:
         return unit in self._constructed or master_key(unit.name) in self._store
 
-    @contextmanager
-    def of(self, unit: Unit) -> Iterator[MasterOf]:
+    def of(self, unit: Unit) -> AbstractContextManager[MasterOf]:
         """Lend the masters of ``unit``; no tensor of them may outlive the block."""
-        constructed = self._constructed.get(unit)
-        with _Lent(self._store, unit, constructed) as lent:
-            yield lambda segment: None if segment in self._own else lent.find(segment)
+        return _Lent(self._store, unit, self._constructed.get(unit), self._replaced)
 
     def delete(self, unit: Unit) -> None:
         """Delete the masters of ``unit``."""
         constructed = self._constructed.pop(unit, None)
         keys = [master_key(unit.name)] if constructed is None else [each.key for each in constructed.values()]
         self._store.working_set.delete(keys)
-        self._own.difference_update(unit.segments)
+        self._replaced.difference_update(unit.segments)
 
     @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
@@ -90,7 +88,7 @@ class Masters:
         unit = segment.unit
         if not self._has(unit) or segment not in offsets_of(unit.segments):
             return
-        self._own.add(segment)
+        self._replaced.add(segment)
         if source is None or source.dtype not in {torch.float32, torch.float64} or source.shape != segment.shape:
             return
         if unit in self._constructed:
@@ -99,102 +97,104 @@ class Masters:
                 del value
         else:
             start = offsets_of(unit.segments)[segment]
-            with _leased(self._store, master_key(unit.name), "rw") as values:
+            with leased(self._store, master_key(unit.name), "rw", torch.float32) as values:
                 master = values[start : start + segment.numel].as_strided(segment.shape, segment.strides)
                 copy_across(master, source)
                 del values, master
-        self._own.discard(segment)
+        self._replaced.discard(segment)
 
     def prepare_for(self, word: str) -> None:
         """Get ready for an event of the store; see ``Store.add_guard``. Blocks. Raises CapacityError, DeviceError."""
         if word in {"commit", "close"} and self._store.durable:
             for unit in self._units:
-                if unit in self._constructed or (self._own and not self._own.isdisjoint(unit.segments)):
+                if unit in self._constructed or (self._replaced and not self._replaced.isdisjoint(unit.segments)):
                     self._keep(unit)
 
     @contextmanager
     def returning(self) -> Iterator[None]:
         """The masters are those of the last commit again, which has them all in their keys."""
-        self._own.clear()
+        self._replaced.clear()
         yield
 
     def _keep(self, unit: Unit) -> None:
         """Make the key of ``unit`` hold all its masters, for a commit."""
-        working_set, key = self._store.working_set, master_key(unit.name)
         constructed = self._constructed.get(unit)
         if constructed is not None:
             self._store.reserve_space(masters_nbytes(unit.segments))
-            working_set.create(key, masters_nbytes(unit.segments))
-        with _leased(self._store, key, "rw" if constructed is None else "w") as values:
-            for segment, offset in offsets_of(unit.segments).items():
-                there = values[offset : offset + segment.numel]
-                if segment in self._own:
-                    with _leased(self._store, unit.keys[segment.span], "r", torch.uint8) as span:
-                        there.copy_(segment.flat(span))
-                        del span
-                elif constructed is not None:
-                    with constructed[segment].lend("r") as value:
-                        there.as_strided(segment.shape, segment.strides).copy_(value)
-                        del value
-                del there
-            del values
-        working_set.swap_out([key])
+
+        def copy(segment: Segment, out: torch.Tensor) -> None:
+            if segment in self._replaced:
+                with leased(self._store, unit.keys[segment.span], "r") as span:
+                    out.copy_(segment.flat(span).as_strided(segment.shape, segment.strides))
+                    del span
+            elif constructed is not None:
+                with constructed[segment].lend("r") as value:
+                    out.copy_(value)
+                    del value
+
+        write_masters(self._store, unit, copy, is_new=constructed is not None)
         if constructed is not None:
             del self._constructed[unit]
-            working_set.delete([each.key for each in constructed.values()])
-        self._own.difference_update(unit.segments)
+            self._store.working_set.delete([each.key for each in constructed.values()])
+        self._replaced.difference_update(unit.segments)
 
 
 @contextmanager
-def taken_over(engines: Iterable[Engine], title: str) -> Iterator[list[Masters]]:
-    """Yield the masters of ``engines`` for the optimizer ``title`` to turn into its state and delete.
+def taken_over(engine: Engine | None, title: str) -> Iterator[Masters | None]:
+    """Yield the masters of ``engine``, if any, for the optimizer ``title`` to turn into its state and delete.
 
-    Where an error comes when some are deleted, an optimizer made anew would lack them: the models are abandoned then.
+    Where an error comes when some are deleted, an optimizer made anew would lack them: the model is abandoned then.
     Raises StepAbandonedError, StoreLostError for a model that is.
     """
-    for engine in engines:
-        if engine.phase.abandoned:
-            engine.phase.check(Event.STEP, title)
-    left = [
-        (engine, engine.masters, engine.masters.units()) for engine in engines if isinstance(engine.masters, Masters)
-    ]
+    if engine is not None and engine.phase.abandoned:
+        engine.phase.check(Event.STEP, title)
+    if engine is None or not isinstance(engine.masters, Masters):
+        yield None
+        return
+    masters, units = engine.masters, engine.masters.units()
     try:
-        yield [masters for _, masters, _ in left]
+        yield masters
     except BaseException as error:
-        for engine, masters, units in left:
-            if masters.units() != units:
-                engine.phase.abandon(f"{title} was not made, and has used up fp32 masters: {error}")
+        if masters.units() != units:
+            engine.phase.abandon(f"{title} was not made, and has used up fp32 masters: {error}")
         raise
 
 
-class _Lent:
-    """The masters of one unit while they are read, one constructed parameter at a time, as the budget wants it."""
+class _Lent(AbstractContextManager[MasterOf]):
+    """The masters of one unit while they are read, one constructed parameter at a time, as the budget wants it.
 
-    def __init__(self, store: Store, unit: Unit, constructed: Mapping[Segment, Constructed] | None) -> None:
+    Parameters whose values were ``replaced`` have none here.
+    """
+
+    def __init__(
+        self, store: Store, unit: Unit, constructed: Mapping[Segment, Constructed] | None, replaced: Collection[Segment]
+    ) -> None:
         self._offsets = offsets_of(unit.segments)
         self._constructed = constructed
+        self._replaced = replaced
         self._open = ExitStack()
         self._tensor: torch.Tensor | None = None  # those of the unit, or of one segment
         self._segment: Segment | None = None
-        self._lend = functools.partial(_leased, store, master_key(unit.name), "r")
+        self._lend = functools.partial(leased, store, master_key(unit.name), "r", torch.float32)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> MasterOf:
         if self._constructed is None:
             self._tensor = self._open.enter_context(self._lend())
-        return self
+        return self._find
 
     def __exit__(self, *error: object) -> None:
         self._tensor = None  # lifetime: before the lease
         self._open.close()
 
-    def find(self, segment: Segment) -> torch.Tensor | None:
-        """Return the master of ``segment``, None where there is none."""
-        if self._constructed is None:
-            assert self._tensor is not None
-            start = self._offsets.get(segment)
-            return None if start is None else self._tensor[start : start + segment.numel]
-        if segment not in self._constructed:
+    def _find(self, segment: Segment) -> torch.Tensor | None:
+        if segment in self._replaced or segment not in (
+            self._offsets if self._constructed is None else self._constructed
+        ):
             return None
+        if self._constructed is None:
+            start = self._offsets[segment]
+            assert self._tensor is not None
+            return self._tensor[start : start + segment.numel]
         if segment is not self._segment:
             self._tensor, self._segment = None, segment
             self._open.close()
@@ -204,7 +204,7 @@ class _Lent:
 
 
 @contextmanager
-def _leased(store: Store, key: str, mode: str, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+def leased(store: Store, key: str, mode: Mode, dtype: torch.dtype = torch.uint8) -> Iterator[torch.Tensor]:
     """Lease the bytes of ``key``, as ``dtype``; no tensor that lies in them may outlive the block."""
     lease = store.working_set.lease(key, mode)
     try:
@@ -213,13 +213,20 @@ def _leased(store: Store, key: str, mode: str, dtype: torch.dtype = torch.float3
         lease.release()
 
 
-def write_masters(store: Store, unit: Unit, copy: Callable[[Segment, torch.Tensor], None]) -> None:
-    """Make the key of ``unit``'s masters; ``copy(segment, out)`` writes one to ``out``, fp32 of its shape. Blocks."""
+def write_masters(
+    store: Store, unit: Unit, copy: Callable[[Segment, torch.Tensor], None], *, is_new: bool = True
+) -> None:
+    """Write the key of ``unit``'s masters; ``copy(segment, out)`` writes one to ``out``, fp32 of its shape. Blocks.
+
+    The key is made where it ``is_new``; else ``out`` has the master that is there.
+    """
     key = master_key(unit.name)
-    store.working_set.create(key, masters_nbytes(unit.segments))
-    with _leased(store, key, "w") as values:
+    if is_new:
+        store.working_set.create(key, masters_nbytes(unit.segments))
+    with leased(store, key, "w" if is_new else "rw", torch.float32) as values:
         for segment, offset in offsets_of(unit.segments).items():
             copy(segment, values[offset : offset + segment.numel].as_strided(segment.shape, segment.strides))
+        del values
     store.working_set.swap_out([key])
 
 

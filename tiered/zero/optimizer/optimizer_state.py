@@ -23,7 +23,7 @@ from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
-from tiered.zero.optimizer.fp32_masters import MasterOf, Masters, masters_nbytes
+from tiered.zero.optimizer.fp32_masters import MasterOf, Masters, leased, masters_nbytes
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.state_dict_copies import memory_for_copies
 
@@ -161,9 +161,9 @@ class OptimizerState:
                 buckets += self._divide(unit, segments)
 
     def _divide(self, unit: StateUnit, segments: Iterable[Segment]) -> list[Bucket[Segment]]:
-        own = [segment for segment in segments if segment.unit is unit]
+        its = [segment for segment in segments if segment.unit is unit]
         first = len(self.buckets[unit])
-        return divide(f"model/state/{unit.name}", own, self.bucket_numel, self._layouts, first=first)
+        return divide(f"model/state/{unit.name}", its, self.bucket_numel, self._layouts, first=first)
 
     def add(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
         """Give ``segments`` of ``unit``, frozen so far, fresh state in buckets of their own; blocks.
@@ -176,7 +176,7 @@ class OptimizerState:
         made: list[str] = []
         try:
             for bucket in buckets:
-                self._write(bucket, None)
+                self._write(bucket)
                 made.append(bucket.key)
         except BaseException:
             self._store.working_set.delete(made)
@@ -193,25 +193,25 @@ class OptimizerState:
         refuse_missing(self._store, (bucket.key for buckets in self.buckets.values() for bucket in buckets))
         self._store.reserve_space(self._parameter_nbytes + self.nbytes)
 
-    def create(self, masters: Sequence[Masters]) -> None:
+    def create(self, masters: Masters | None) -> None:
         """Write every bucket: moments of zero, and the ``masters`` that ``shard`` has left, which are deleted."""
-        left = {unit: each for each in masters for unit in each.units()}
-        nbytes = sum(masters_nbytes(unit.segments) for unit, each in left.items() if each.takes_space(unit))
+        left = set() if masters is None else set(masters.units())
+        nbytes = sum(masters_nbytes(u.segments) for u in left if masters is not None and masters.takes_space(u))
         if self._store.durable:  # two sets of all, but for the masters, whose space becomes the state's
             self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - nbytes)
         else:
             self._store.reserve_space(max(0, self.nbytes - nbytes), scratch=True)
         for unit, buckets in self.buckets.items():
-            if unit not in left:
+            if masters is None or not isinstance(unit, Unit) or unit not in left:
                 for bucket in buckets:
-                    self._write(bucket, None)
-                continue
-            with left[unit].of(unit) as master_of:
-                for bucket in buckets:
-                    self._write(bucket, master_of)
-            left[unit].delete(unit)
+                    self._write(bucket)
+            else:
+                with masters.of(unit) as master_of:
+                    for bucket in buckets:
+                        self._write(bucket, master_of)
+                masters.delete(unit)
 
-    def _write(self, bucket: Bucket[Segment], master_of: MasterOf | None) -> None:
+    def _write(self, bucket: Bucket[Segment], master_of: MasterOf | None = None) -> None:
         """Write a fresh ``bucket``: moments of zero, and the masters, if any."""
         working_set = self._store.working_set
         working_set.create(bucket.key, bucket.nbytes)
@@ -223,17 +223,19 @@ class OptimizerState:
         try:
             lease.tensor.zero_()
             if master_of is not None:
-                for piece in bucket.pieces:
-                    self._attach_master(piece, lease.tensor, master_of(piece.segment))
+                self._keep_masters(bucket, lease.tensor, master_of)
         finally:
             lease.release()
         working_set.swap_out([bucket.key])
 
-    def _attach_master(self, piece: Piece[Segment], state: torch.Tensor, master: torch.Tensor | None) -> None:
-        """Keep the bits of ``master``, (numel of the parameter,), that the parameter lacks; None: it lacks none."""
-        if master is not None:
-            for tile, first, last in self._tiles(piece, state):
-                self._attach(tile, master[piece.start + first : piece.start + last], None)
+    def _keep_masters(self, bucket: Bucket[Segment], state: torch.Tensor, master_of: MasterOf) -> None:
+        """Keep the bits of the masters that the parameters lack; ``state`` is the bucket's bytes."""
+        for piece in bucket.pieces:
+            master = master_of(piece.segment)  # (numel of the parameter,), None where it is the parameter
+            if master is not None:
+                for tile, first, last in self._tiles(piece, state):
+                    self._attach(tile, master[piece.start + first : piece.start + last], None)
+            master = None  # lifetime: a master is lent until the next one is
 
     def _tiles(self, piece: Piece[Segment], state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
         """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""
@@ -303,7 +305,7 @@ class OptimizerState:
                     for name, value in zip(moments, values, strict=False):  # all of them, or none
                         flats[name][start:stop].copy_(value)
                     if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
-                        tile.own[-1] = flats[self._names[layout.marks]][start:stop]
+                        tile.master[-1] = flats[self._names[layout.marks]][start:stop]
                     if layout.master is not None:
                         master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
                         master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
@@ -397,13 +399,11 @@ class OptimizerState:
         for bucket in self.buckets[segment.unit]:
             for piece in bucket.pieces:
                 if piece.segment is segment:
-                    lease = self._store.working_set.lease(bucket.key, mode)
-                    try:
-                        for tile, start, stop in self._tiles(piece, lease.tensor):
+                    with leased(self._store, bucket.key, mode) as state:
+                        for tile, start, stop in self._tiles(piece, state):
                             yield tile, piece.start + start, piece.start + stop
                             del tile  # lifetime: nothing may see the leased bytes when the lease ends
-                    finally:
-                        lease.release()
+                        del state
 
     @contextlib.contextmanager
     def _readable(self, segment: Segment) -> Iterator[torch.Tensor]:
@@ -411,11 +411,11 @@ class OptimizerState:
         if isinstance(segment, PlainSegment):
             yield segment.memory()
             return
-        lease = self._store.working_set.lease(segment.unit.keys[segment.span], "r")
-        try:
-            yield segment.flat(lease.tensor)
-        finally:
-            lease.release()
+        with leased(self._store, segment.unit.keys[segment.span], "r") as span:
+            flat = segment.flat(span)
+            del span
+            yield flat
+            del flat
 
 
 def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:

@@ -30,21 +30,18 @@ from tiered.zero.one_rank import refuse_distributed
 from tiered.zero.optimizer.background_updates import UpdateThread
 from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, choose_place, give_place
 from tiered.zero.optimizer.fp32_masters import taken_over
-from tiered.zero.optimizer.loaded_state import (
+from tiered.zero.optimizer.optimizer_state import OptimizerState, PlainUnit, StateUnit
+from tiered.zero.optimizer.state_dicts import (
     RegisteredOptimizer,
-    bucket_numel_of,
+    StateAccess,
     compare,
     given_of,
-    groups_of,
-    managed_of,
+    layout_of,
+    misfits,
     options_of,
-    steps_of,
-    update_on_of,
     warn_of_dropped,
     withhold_steps,
 )
-from tiered.zero.optimizer.optimizer_state import OptimizerState, PlainUnit, StateUnit
-from tiered.zero.optimizer.state_access import StateAccess
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -116,14 +113,15 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         store: Store | None,
     ) -> None:
         self.rule = rule
+        for name, expected, got in misfits(rule, defaults):
+            raise ValueError(f"{self.title}({name}={got}); expected {expected}")
         self._one_of("update", update, _UPDATES)
         self._one_of("state", state, FORMATS)
         self.in_backward = update == "backward"
         self.format = state
         self._segments: dict[torch.Tensor, Segment] = {}
         self._hypers: dict[Segment, dict[str, Any]] = {}
-        self._engines: list[Engine] = []
-        self._threads: dict[Engine, UpdateThread] = {}
+        self._engine: Engine | None = None  # of the sharded model, if any
         self._plain: PlainUnit | None = None
         self._beside: dict[str, torch.Tensor] = {}  # plain parameters outside of the sharded model, by name
         self._updates_on, self._is_attached, self._is_behind = "cpu", False, False
@@ -156,7 +154,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         try:
             if self._frozen is not None:
                 raise UsageError("add_param_group while a step updates; expected after optimizer.step()")
-            if any(p not in added or getattr(added[p].unit, "engine", 0) not in self._engines for p in group["params"]):
+            engines = {getattr(added[p].unit, "engine", None) if p in added else None for p in group["params"]}
+            if engines != {self._engine} or self._engine is None:
                 raise UsageError(
                     f"add_param_group of parameters beside the sharded model; expected its own: {self.title} takes"
                     " others when it is made"
@@ -170,28 +169,31 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._given += options_of([group])
 
     def _find_store(self, store: Store | None) -> Store:
-        stores: list[Store] = [] if store is None else [store]
+        """Return the one store of the parameters, and note their engine."""
+        engines: dict[Engine, None] = {}
         for parameter in [each for each in self._parameters() if isinstance(each, TieredParameter)]:
             engine = parameter.segment.unit.engine if isinstance(parameter.segment.unit, Unit) else None
             if not isinstance(engine, Engine):
                 raise UsageError(f"{self.title} on parameters made by construct; expected tiered.shard(model) first")
-            if engine not in self._engines:
-                self._engines.append(engine)
-                stores.append(engine.store)
+            engines[engine] = None
+        stores = {id(each): each for each in [*([] if store is None else [store]), *(e.store for e in engines)]}
         if not stores:
             raise UsageError(f"{self.title} on plain parameters; expected store= to keep the optimizer state in")
-        if any(other is not stores[0] for other in stores):
+        if len(stores) > 1:
             raise UsageError(f"{self.title} over several stores; expected one: make one optimizer per store")
-        if len(self._engines) > 1 or stores[0].registered("tiered.optimizer"):
+        (found,) = stores.values()
+        if len(engines) > 1 or found.registered("tiered.optimizer"):
             raise UsageError(f"a second {self.title} in one store; expected one optimizer with several param groups")
-        return stores[0]
+        self._engine = next(iter(engines), None)
+        return found
 
     @uninterrupted
     def _attach(self) -> None:
         """Lay the state out, create it or adopt it, and register for the store's commits."""
         pairs = [zip(group["params"], group.get("param_names", ()), strict=False) for group in self.param_groups]
         named = {id(p): name for each in pairs for p, name in each}
-        for engine in self._engines if self.in_backward else ():
+        engine = self._engine
+        if engine is not None and self.in_backward:
             refuse_distributed(engine.model())
         plain = [p for p in self._parameters() if not isinstance(p, TieredParameter)]
         if plain and self.in_backward:
@@ -208,33 +210,31 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._beside = {s.name: s.parameter for s in self._plain.segments if ours and id(s.parameter) not in ours}
         self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
-        units: list[StateUnit] = [unit for engine in self._engines for unit in engine.units]
+        units: list[StateUnit] = [] if engine is None else [*engine.units]
         units += [self._plain] if self._plain is not None else []
         managed: list[Collection[Segment]] = [{s for p, s in self._segments.items() if p.requires_grad}]
         before = None  # the place where updates were computed
         numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self.title):
-                numel = bucket_numel_of(committed)
-                managed = managed_of(committed, (s for unit in units for s in unit.segments))
+                numel, before, managed = layout_of(committed, (s for unit in units for s in unit.segments))
         tile_numel = tile_numel_for(numel, [segment.numel for segment in self._segments.values()])
         working_set = self._store.working_set
-        tier = self._engines[0].tier if self._engines else HostTier(working_set)
+        tier = HostTier(working_set) if engine is None else engine.tier
         self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
             encode(self.committed_state(), name="tiered.optimizer.state_dict()")  # order: it may refuse
-            with taken_over(self._engines, self.title) as masters:
+            with taken_over(engine, self.title) as masters:
                 if committed is None:
                     self._state.create(masters)
                 else:
                     with taking_apart("tiered.optimizer", by=self.title):
                         groups = committed["groups"][: len(self.param_groups)]  # others may be added until the resume
                         compare(committed | {"groups": groups}, self._description())
-                        before = update_on_of(committed)
                     self._state.adopt()
-                for engine in self._engines:
+                if engine is not None:
                     with_group = self._pipeline, self.rule, self.param_groups[0]
                     self._updates_on = choose_place(engine, *with_group, self._state.buckets, before)
         except BaseException:
@@ -244,13 +244,13 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._store.register("tiered.optimizer", RegisteredOptimizer(self.committed_state, self.load_committed_state))
         self._store.add_guard(self._guard)
         self._is_attached = True
-        for engine in self._engines:
+        if engine is not None:
             self._drive(engine)
 
     def _drive(self, engine: Engine) -> None:
         """Have the units of ``engine`` updated from now on, in a thread of their own."""
         largest = max((bucket.nbytes for unit in engine.units for bucket in self._state.buckets[unit]), default=0)
-        thread = self._threads[engine] = UpdateThread(engine, self._pipeline, buckets_bytes=3 * whole_pages(largest))
+        self._thread = thread = UpdateThread(engine, self._pipeline, buckets_bytes=3 * whole_pages(largest))
         self._store.add_producer(thread)
         engine.phase.updates_in_backward, engine.masters = self.in_backward, self._state
         engine.phase.must_resume = engine.phase.must_resume or self._is_behind
@@ -273,8 +273,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             if self._plain is not None:
                 late = [s for s in self._plain.trained() if s not in self._state.steps]
                 self._add_state(self._plain, late) if late else None
-            for engine in self._engines:
-                self._step(engine)
+            if self._engine is not None:
+                self._step(self._engine)
             if self._plain is not None:
                 self._step_plain(self._plain)
         self._frozen = None
@@ -297,10 +297,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them; sharded parameters have none after ``step``."""
         with self._store.working_set.mark:
-            for engine in [] if self.is_held_back else self._engines:
-                engine.zero_grad(set_to_none=set_to_none)
-            if self._plain is not None and not self.is_held_back:
-                self._plain.zero_grad(set_to_none=set_to_none)
+            for each in () if self.is_held_back else (self._engine, self._plain):
+                if each is not None:
+                    each.zero_grad(set_to_none=set_to_none)
 
     def _begin(self) -> None:
         """Freeze the hyperparameters of the step that begins now."""
@@ -328,16 +327,17 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
     def _add_state(self, unit: StateUnit, segments: Sequence[Segment]) -> None:
         """Give parameters that were frozen when the optimizer was made their state, as torch does with a gradient."""
         self._state.add(unit, segments)
-        for engine in self._engines:
-            give_place(engine, self._pipeline, self._state.buckets)
-            engine.expect_steps()
+        if self._engine is not None:
+            give_place(self._engine, self._pipeline, self._state.buckets)
+            self._engine.expect_steps()
 
     def submit(self, unit: Unit) -> None:
         """Hand over the update of the parameters of ``unit`` with a gradient, and the gradients.
 
         Hyperparameters and step counts are those of now. Blocks in a backward while too much is pending.
         """
-        engine = self._engines[0]  # there is one
+        engine = self._engine
+        assert engine is not None
         if not engine.phase.has_begun:
             engine.phase.has_begun = True
             self._begin()
@@ -350,7 +350,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        thread, gradient_key = self._threads[engine], gradients.key or gradients.room
+        thread, gradient_key = self._thread, gradients.key or gradients.room
         limit = engine.layouts.shares.spare // 2 if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
@@ -372,8 +372,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
     def _step_plain(self, unit: PlainUnit) -> None:
         if self._is_behind:
             raise UsageError(f"{self.title}.step(): the store holds its state; expected store.resume() first")
-        for engine in self._engines:
-            engine.updates.finish_all()  # order: the pipeline serves one thread at a time
+        if self._engine is not None:
+            self._engine.updates.finish_all()  # order: the pipeline serves one thread at a time
         self._begin()
         sources: dict[Segment, Source] = {
             s: Source(s.memory(), s.gradient(), None, self._state.count(s, self._hypers[s])) for s in unit.trained()
@@ -419,9 +419,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             del self.param_groups[len(state["groups"]) :], self._given[len(state["groups"]) :]
             self._segments = {parameter: self._segments[parameter] for parameter in self._parameters()}
         compare(state, self._description() | {"managed": state["managed"]})
-        self._state.lay_out(managed_of(state, self._segments.values()))
-        steps = steps_of(state, [segment.name for segment in self._state.steps])
-        groups = groups_of(state, self.param_groups, self._reader())
+        _, _, managed = layout_of(state, self._segments.values())
+        self._state.lay_out(managed)
+        groups, steps = self._reader().committed(state, [segment.name for segment in self._state.steps])
         before = given_of(state)
         warn_of_dropped(self.title, self._given, before, groups)
         self._given = before
@@ -480,11 +480,6 @@ class AdamW(StreamingOptimizer):
         store: Store | None = None,
     ) -> None:
         _need_false("AdamW", amsgrad=amsgrad, capturable=capturable, differentiable=differentiable)
-        if not float(lr) >= 0 or not eps >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"expected lr, eps, weight_decay >= 0 and betas in [0, 1), got lr={lr}, eps={eps},"
-                f" weight_decay={weight_decay}, betas={betas}"
-            )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, AdamWRule(), update=update, state=state, store=store)
 
@@ -516,15 +511,6 @@ class SGD(StreamingOptimizer):
         store: Store | None = None,
     ) -> None:
         _need_false("SGD", differentiable=differentiable)
-        if not float(lr) >= 0 or not momentum >= 0 or not weight_decay >= 0:
-            raise ValueError(
-                f"expected lr, momentum, weight_decay >= 0, got lr={lr}, momentum={momentum},"
-                f" weight_decay={weight_decay}"
-            )
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError(
-                f"nesterov=True with momentum={momentum}, dampening={dampening}; expected a momentum and no dampening"
-            )
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
             "nesterov": nesterov, "maximize": maximize,
@@ -555,11 +541,6 @@ class Lion(StreamingOptimizer):
         state: str = "exact",
         store: Store | None = None,
     ) -> None:
-        if not float(lr) >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"expected lr, weight_decay >= 0 and betas in [0, 1), got lr={lr}, weight_decay={weight_decay},"
-                f" betas={betas}"
-            )
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, LionRule(), update=update, state=state, store=store)
 
