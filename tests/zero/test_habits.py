@@ -219,26 +219,6 @@ def test_closures_and_hooks_of_optimizers(update: str, tmp_path: Path) -> None:
     assert calls == ["pre", "post"] * recipe.num_steps
 
 
-def test_optimizer_state_interchanges_with_torch(tmp_path: Path) -> None:
-    """Three steps in memory go on in the tiers with torch's own state, and from there in memory again."""
-    case, adamw = CASES["gpt"], Recipe().adamw
-    torch.manual_seed(SEED)
-    plain = case.build()
-    theirs = torch.optim.AdamW(plain.parameters(), fused=True, **adamw)
-    losses_of(plain, theirs, case, range(3), 0)
-    with debug_store(tmp_path, durable=False) as store:
-        session = start(case, Recipe(), store)
-        session.model.load_state_dict(plain.state_dict())
-        session.optimizer.load_state_dict(theirs.state_dict())
-        ours = losses_of(session.model, session.optimizer, case, range(3, 6), 1)
-        weights, state = session.model.state_dict(), session.optimizer.state_dict()
-    assert all(map(torch.equal, ours, losses_of(plain, theirs, case, range(3, 6), 1)))
-    other = case.build()
-    other.load_state_dict(weights)
-    theirs_again = torch.optim.AdamW(other.parameters(), fused=True, **adamw)
-    theirs_again.load_state_dict(state)
-    expected = losses_of(plain, theirs, case, range(6, 9), 2)
-    assert all(map(torch.equal, losses_of(other, theirs_again, case, range(6, 9), 2), expected))
 
 
 def test_unsharded_reads_and_writes(tmp_path: Path) -> None:

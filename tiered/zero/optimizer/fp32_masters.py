@@ -15,7 +15,7 @@ import torch
 
 from tiered.bytes.host_tensor import copy_across
 from tiered.bytes.interrupt import uninterrupted
-from tiered.store.residency.lease import Mode
+from tiered.store.residency.lease_view import Mode
 from tiered.store.store import Store
 from tiered.units import round_up
 from tiered.zero.engine import Engine
