@@ -125,7 +125,7 @@ def test_an_update_without_memory_abandons_the_step_with_the_dials_in_the_messag
         batch = session.case.batch(2)
         for at in range(1, 4):
             store.rollback()
-            place = next(session.model.parameters()).segment.unit.gradients.open_gradients.place  # type: ignore[attr-defined]
+            place = next(session.model.parameters()).segment.unit.gradients.model.place  # type: ignore[attr-defined]
             place.memory.close()  # or it would ask for none
             loss = session.case.loss(session.model, batch)
             if update == "step":

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 import tiered
+from tests.reference import MasterAdamW, Recipe
 from tests.zero.training import SEED, debug_store
 from tiered.errors import CapacityError, UsageError
 
@@ -48,31 +49,6 @@ class Blocks(nn.Module):
         return self.head(x).float().square().mean()
 
 
-class Master:
-    """AdamW over fp32 masters of a model's trained parameters, which it casts to ``dtype`` after each step."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        self.masters = {p: nn.Parameter(p.detach().clone()) for p in model.parameters() if p.is_floating_point()}
-        for parameter in self.masters:
-            parameter.data = parameter.data.to(dtype)
-        self.optimizer = torch.optim.AdamW(self.masters.values(), fused=True, **ADAMW)
-
-    def late(self, parameter: nn.Parameter) -> None:
-        """Say that ``parameter`` was frozen when it was cast: its master is its value."""
-        self.masters[parameter].data.copy_(parameter.detach())
-
-    def step(self) -> None:
-        """Update each parameter that has a gradient."""
-        for parameter, master in self.masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for parameter, master in self.masters.items():
-                if parameter.grad is not None:
-                    parameter.copy_(master)
-                parameter.grad = None
-
-
 Event = Callable[[nn.Module], None]
 
 
@@ -102,12 +78,12 @@ def freeze(*prefixes: str) -> Event:
 def plain(
     model: nn.Module, num_steps: int, events: dict[int, Event], num_micro_steps: int = 1
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Train in memory; return losses, parameters, and moments by parameter."""
+    """Train in memory, ``events`` before their steps; return losses, parameters, and moments by parameter."""
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     losses = []
     for step in range(num_steps):
+        events.get(step, lambda model: None)(model)
         for micro_step in range(num_micro_steps):
-            events.get(step * num_micro_steps + micro_step, lambda model: None)(model)
             loss = model(batch(step * num_micro_steps + micro_step))
             loss.backward()
             losses.append(loss.detach().clone())
@@ -152,9 +128,9 @@ def steps(
     """Train steps [first, last), a commit each where the store has commits; yield each loss and the bytes written."""
     for step in range(first, last):
         before = written_bytes(store)
+        (events or {}).get(step, lambda model: None)(model)
         for micro_step in range(num_micro_steps):
             number = step * num_micro_steps + micro_step
-            (events or {}).get(number, lambda model: None)(model)
             with tiered.accumulate(model) if micro_step < num_micro_steps - 1 else torch.enable_grad():
                 loss = model(batch(number))
                 loss.backward()
@@ -195,66 +171,41 @@ def test_bits_of_what_is_frozen_and_unfrozen(name: str, durable: bool, update: s
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_bits_where_it_is_unfrozen_between_micro_steps(update: str, tmp_path: Path) -> None:
-    events = {1: unfreeze("blocks.1.a"), 5: unfreeze("blocks.0"), 6: freeze("head.bias")}
-    torch.manual_seed(SEED)
-    expected = plain(Blocks((*HALF, "head.bias")), 5, events, num_micro_steps=2)
-    torch.manual_seed(SEED)
-    with debug_store(tmp_path) as store:
-        model = tiered.shard(Blocks((*HALF, "head.bias")), store, unit=(Block,))
-        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
-        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 5, events, num_micro_steps=2)]
-        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
-
-
-class Unfreezing(Blocks):
-    """Blocks that unfreeze one of them inside their own forward."""
-
-    def __init__(self) -> None:
-        super().__init__(HALF)
-        self.num_forwards = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += 1
-        if self.num_forwards == 3:
-            self.blocks[1].requires_grad_(True)
-        return super().forward(x)
+MOMENTS = ["in a forward", "between forward and backward", "between micro-steps", "between backward and step"]
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
-def test_bits_where_it_is_unfrozen_inside_a_forward(update: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_unfreezing_inside_a_step_is_refused_and_after_it_done(moment: str, update: str, tmp_path: Path) -> None:
+    events = {1: unfreeze("blocks.1.a")}
     torch.manual_seed(SEED)
-    expected = plain(Unfreezing(), 5, {})
+    expected = plain(Blocks(HALF), 3, events, num_micro_steps=2)
     torch.manual_seed(SEED)
     with debug_store(tmp_path) as store:
-        model = tiered.shard(Unfreezing(), store, unit=(Block,))
-        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
-        losses = [loss for loss, _ in steps(model, optimizer, store, 0, 5)]
-        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
-
-
-def test_two_graphs_around_an_unfreezing(tmp_path: Path) -> None:
-    def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        losses = []
-        for _ in range(2):
-            first = model(batch(0))
-            model.get_parameter("blocks.1.a.weight").requires_grad_(True)
-            second = model(batch(1))
-            for loss in (first, second):
-                losses.append(loss.detach().clone())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
-
-    torch.manual_seed(SEED)
-    model = Blocks(HALF)
-    expected = losses_of(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
-    torch.manual_seed(SEED)
-    with debug_store(tmp_path, durable=False) as store:
         model = tiered.shard(Blocks(HALF), store, unit=(Block,))
-        assert all(map(torch.equal, losses_of(model, tiered.AdamW(model.parameters(), **ADAMW)), expected))
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+
+        def refused(now: str) -> None:
+            if now == moment:
+                with pytest.raises(UsageError, match=r"blocks\.1\.a\.weight: unfrozen inside a step.* before the next"):
+                    events[1](model)
+                assert not any(parameter.requires_grad for parameter in model.blocks[1].parameters())
+
+        hook = model.blocks[2].register_forward_hook(lambda *_: refused("in a forward"))
+        losses = []
+        for index in range(2):
+            with tiered.accumulate(model) if index == 0 else torch.enable_grad():
+                loss = model(batch(index))
+                losses.append(loss.detach().clone())
+                refused("between forward and backward")
+                loss.backward()
+                refused("between micro-steps" if index == 0 else "between backward and step")
+        hook.remove()
+        optimizer.step()
+        events[1](model)  # before zero_grad(), which drops nothing then
+        optimizer.zero_grad()
+        losses += [loss for loss, _ in steps(model, optimizer, store, 1, 3, num_micro_steps=2)]
+        assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
 def test_bits_of_bf16_parameters_that_are_unfrozen(tmp_path: Path) -> None:
@@ -267,14 +218,17 @@ def test_bits_of_bf16_parameters_that_are_unfrozen(tmp_path: Path) -> None:
             loss.backward()
             losses.append(loss.detach().clone())
             step()
+            model.zero_grad()
         return losses
 
     torch.manual_seed(SEED)
-    model = Blocks(HALF)
-    master = Master(model, torch.bfloat16)
+    model = Blocks()
+    master = MasterAdamW(model, Recipe(param_dtype=torch.bfloat16, adamw=ADAMW))
+    for name, parameter in model.named_parameters():
+        if name.startswith(HALF):  # the master of one that was frozen when it was cast is its value
+            parameter.requires_grad_(False)
+            master.masters[parameter].data.copy_(parameter)
     late = [p for name, p in model.named_parameters() if name.startswith("blocks.1")]
-    for parameter in (p for p in model.parameters() if not p.requires_grad):
-        master.late(parameter)
     expected = losses_of(model, master.step, lambda: [p.requires_grad_(True) for p in late])
     torch.manual_seed(SEED)
     with debug_store(tmp_path) as store:

@@ -1,6 +1,7 @@
 """``.grad`` is an ordinary attribute: what autograd, a hook or the caller puts, swaps or drops there is what counts.
 
-Each loop is run over a model in memory and over a sharded one, with all in DRAM and with gradients driven to NVMe.
+Each loop is run over a model in memory and over a sharded one, with gradients in their buffers, where autograd put
+them, and driven to NVMe.
 """
 
 import random
@@ -164,6 +165,25 @@ def replaced_when_clipped(run: Run) -> None:
     run.squeeze()
 
 
+def replaced_by_a_strided_one(run: Run) -> None:
+    run.backward(0)
+    gradient = torch.arange(WIDTH * WIDTH, dtype=torch.float32).view(WIDTH, WIDTH).t()
+    run.first.grad = gradient if run.is_sharded else gradient.contiguous()  # torch's kernel reads memory in its order
+
+
+def scaled_and_clipped_by_torch(run: Run) -> None:
+    run.backward(0)
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(0.25)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+
+
+def dropped_and_repeated(run: Run) -> None:
+    run.backward(0)
+    run.optimizer.zero_grad()
+    run.backward(1)
+
+
 def ends_at_some(run: Run) -> None:
     run.model(batch(0)).backward(inputs=[run.first, run.bias, run.model.head.weight])
 
@@ -183,10 +203,16 @@ BY_HAND = (
     stored_when_replaced,
     zeroed_when_replaced,
     dropped_when_given,
+    dropped_and_repeated,
+    replaced_by_a_strided_one,
+    scaled_and_clipped_by_torch,
 )
 
 
 def trained(run: Run, micro_steps: Callable[[Run], None]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    for number in range(3):
+        run.backward(number)
+        run.step()
     for _ in range(2):
         micro_steps(run)
         run.step()
@@ -200,11 +226,12 @@ def assert_as_in_memory(
     model = CASE.build()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **Recipe().adamw)
     expected = trained(Run(model, optimizer, lambda: None), micro_steps)
-    for is_squeezed in (False, True):
+    for hold, is_squeezed in ((0, False), (0, True), ("auto", False)):  # in their buffers, stored, autograd's own
         with debug_store(directory, durable=False) as store:
-            session = start(CASE, Recipe(), store, update, hold=0, activations=activations)
+            session = start(CASE, Recipe(), store, update, hold=hold, activations=activations)
             squeeze = session.squeeze if is_squeezed else lambda: None
             found = trained(Run(session.model, session.optimizer, squeeze), micro_steps)
+            assert session.model.head.weight.segment.unit.engine.schedule.is_settled is (hold == "auto")
         assert all(map(torch.equal, found[0], expected[0]))
         assert [name for name, value in expected[1].items() if not torch.equal(found[1][name], value)] == []
 
@@ -281,20 +308,41 @@ def test_a_gradient_that_comes_after_the_update_in_the_backward_is_refused(tmp_p
         run.step()
 
 
-def test_no_room_for_gradients_leaves_no_key_behind(tmp_path: Path) -> None:
+def test_a_unit_has_one_key_for_the_run_with_bytes_from_its_backward_to_its_update(tmp_path: Path) -> None:
+    with debug_store(tmp_path) as store:
+        session = start(CASE, Recipe(), store, hold=0)
+        run = Run(session.model, session.optimizer, session.squeeze)
+        keys = {f"model/gradient/{name}": None for name in ("root", *(f"blocks.{number}" for number in range(4)))}
+        key_ids = []
+        for step in range(3):
+            run.backward(step)
+            assert all(map(store.working_set.has_bytes, keys))
+            run.squeeze()
+            run.step()
+            session.model.state_dict()  # waits for the updates
+            store.commit({"step": step})
+            assert not any(map(store.working_set.has_bytes, keys))
+            entries = [store.working_set.entries[key] for key in keys]
+            assert not any(entry.residence or entry.row or entry.landing for entry in entries)
+            assert not keys.keys() & set(store)
+            key_ids.append([entry.key_id for entry in entries])
+        assert key_ids[0] == key_ids[1] == key_ids[2]
+    with debug_store(tmp_path) as store:
+        assert not any(name.startswith("model/gradient/") for name in store) and store.verify().is_clean
+
+
+def test_after_a_lack_of_room_for_gradients_a_backward_goes_on(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         session = start(CASE, Recipe(), store)
         run = Run(session.model, session.optimizer, session.squeeze)
-        gradients = run.first.segment.unit.gradients
-        num_entries, lease = len(store.working_set.entries), store.working_set.lease
+        lease = store.working_set.lease_anew
 
-        def refuse(*_: object) -> None:
+        def refuse(_: str) -> None:
             raise CapacityError
 
-        gradients.working_set.lease = refuse  # type: ignore[method-assign]
+        store.working_set.lease_anew = refuse  # type: ignore[method-assign]
         with pytest.raises(CapacityError):
-            gradients.open()
-        gradients.working_set.lease = lease  # type: ignore[method-assign]
-        assert len(store.working_set.entries) == num_entries
+            run.first.segment.unit.gradients.open()
+        store.working_set.lease_anew = lease  # type: ignore[method-assign]
         run.backward(0)
         run.step()

@@ -111,11 +111,10 @@ class DeviceGradients:
         self._tier.copies.empty(self._buffer, self._tier.lease(self._key, "w"))
         self.release()
 
-    def discard(self) -> bool:
-        """Give the buffer back and delete the key."""
+    def discard(self) -> None:
+        """Give the buffer back and drop the bytes of the key."""
         self.release()
-        self._tier.delete(self._key)
-        return True
+        self._tier.drop_bytes(self._key)
 
 
 class AcceleratorTier:
@@ -327,6 +326,11 @@ class AcceleratorTier:
         """Delete ``key`` once no copy uses its bytes; blocks."""
         self.copies.settle(key)
         self._working_set.delete([key])
+
+    def drop_bytes(self, key: str) -> None:
+        """Drop the bytes of ``key`` once no copy uses them; blocks."""
+        self.copies.settle(key)
+        self._working_set.drop_bytes(key)
 
     def forget(self) -> None:
         """Wait for the copies in flight, and give all memory back."""

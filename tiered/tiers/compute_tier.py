@@ -60,8 +60,8 @@ class GradientBuffer(Protocol):
     def store(self) -> None:
         """Give the bytes to the working set, which has them until they are read again. Blocks where DRAM is short."""
 
-    def discard(self) -> bool:
-        """Delete the bytes and their key; return False where a caller sees them: the key is to be deleted later."""
+    def discard(self) -> None:
+        """Drop the bytes; the key stays. Those that a caller still sees live as long as the caller's view."""
 
 
 class ComputeTier(Protocol):
@@ -108,7 +108,7 @@ class ComputeTier(Protocol):
         """
 
     def new_gradients(self, key: str, nbytes: int) -> GradientBuffer:
-        """Return a buffer whose bytes are undefined, to be those of ``key``, which was created; blocks."""
+        """Return a buffer whose bytes are undefined, to be those of ``key``, a scratch key that has none; blocks."""
 
     def gradients(self, key: str, mode: str) -> GradientBuffer:
         """Return the bytes of ``key`` where computing happens, for reading ("r") or to be changed ("rw"); blocks."""
@@ -127,6 +127,9 @@ class ComputeTier(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete ``key`` once no copy uses its bytes; blocks."""
+
+    def drop_bytes(self, key: str) -> None:
+        """Drop the bytes of scratch ``key`` once no copy uses them; the key stays. Blocks."""
 
     def forget(self) -> None:
         """Wait for the copies in flight, and give all memory back."""

@@ -71,19 +71,18 @@ class HostGathered:
             lease.release(is_unchanged=number in unchanged)
 
 
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 class HostGradients:
     """Gradients that are used where they lie in DRAM, leased."""
 
-    __slots__ = ("_working_set", "lease")
+    __slots__ = ("_working_set", "lease", "tensor")
 
     def __init__(self, working_set: Residency, lease: Lease) -> None:
         self.lease = lease
+        self.tensor = lease.tensor
         self._working_set = working_set
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The lease's own tensor."""
-        return self.lease.tensor
 
     def use(self) -> None:
         """Nothing to wait for."""
@@ -93,16 +92,18 @@ class HostGradients:
 
     def release(self) -> None:
         """Give the lease back."""
+        self.tensor = _NO_BYTES  # lifetime: the lease ends with its last tensor
         self.lease.release()
 
     def store(self) -> None:
         """Give the lease back, and begin to write the bytes."""
-        self.lease.release()
+        self.release()
         self._working_set.swap_out([self.lease.key])
 
-    def discard(self) -> bool:
-        """Delete the key; return False where a caller sees its bytes."""
-        return self._working_set.discard(self.lease)
+    def discard(self) -> None:
+        """Drop the bytes."""
+        self.tensor = _NO_BYTES
+        self._working_set.drop_bytes(self.lease.key, self.lease)
 
 
 class HostTier:
@@ -184,7 +185,7 @@ class HostTier:
 
     def new_gradients(self, key: str, nbytes: int) -> HostGradients:
         """Lease the bytes of ``key``; blocks while room is made."""
-        return HostGradients(self._working_set, self._working_set.lease(key, "w"))
+        return HostGradients(self._working_set, self._working_set.lease_anew(key))
 
     def gradients(self, key: str, mode: str) -> HostGradients:
         """Lease the bytes of ``key``; blocks on a swap in."""
@@ -208,6 +209,10 @@ class HostTier:
     def delete(self, key: str) -> None:
         """Delete ``key``."""
         self._working_set.delete([key])
+
+    def drop_bytes(self, key: str) -> None:
+        """Drop the bytes of ``key``."""
+        self._working_set.drop_bytes(key)
 
     def forget(self) -> None:
         """There are no copies."""

@@ -22,10 +22,9 @@ from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.activations.activations import Activations
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.backward import Backward
-from tiered.zero.gradients.gradients import UnitGradients
-from tiered.zero.gradients.open_gradients import OpenGradients, Reclaimer
-from tiered.zero.gradients.relayout import Moves, UnitLayouts
-from tiered.zero.gradients.updates import NO_UPDATES, Updates
+from tiered.zero.gradients.model_gradients import ModelGradients, Reclaimer, Updates
+from tiered.zero.gradients.relayout import UnitLayouts
+from tiered.zero.gradients.unit_gradients import UnitGradients
 from tiered.zero.layout import Shares
 from tiered.zero.parameters.fault_in import Access, end_interrupted
 from tiered.zero.parameters.leased_units import OpenUnits, ahead_on
@@ -48,7 +47,7 @@ class Engine:
     """One sharded model between, in and after its forwards and backwards. One thread drives it."""
 
     activations: Activations
-    open_gradients: OpenGradients
+    gradients: ModelGradients
     schedule: SharedSchedule
 
     def __init__(
@@ -56,27 +55,24 @@ class Engine:
     ) -> None:
         self.store, self.working_set, self.masters = store, store.working_set, masters
         self.units, self.tier = list(units), units[0].tier  # the root unit first, then in the order of the modules
-        self.updates: Updates = NO_UPDATES
+        self.updates = Updates()
         self.model = weakref.ref(model)
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.calls = ModuleCalls(self, self.activations.pack)
         self.open_units = OpenUnits(self.units[0])
-        distance, may_stay = (lambda key: self.schedule.distance(key)), (lambda: self.schedule.is_settled)
-        self.open_gradients = OpenGradients(self.open_units, distance=distance, may_stay=may_stay)
-        has_gradients = self.open_gradients.are_there
+        self.gradients = ModelGradients(self.units, self.open_units)
+        has_gradients = self.gradients.are_there
         self.phase = Phase(store, self.updates, calls_under_way=self.calls.under_way, has_gradients=has_gradients)
-        self.reclaimer = Reclaimer(self.open_units, self.open_gradients, lambda: self.updates)
+        self.reclaimer = Reclaimer(self.open_units, self.gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
         self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
-        self.tier.attach(distance, self.reclaimer.make_way)
+        self.tier.attach(lambda key: self.schedule.distance(key), self.reclaimer.make_way)
         self.backward = Backward(self, self._gradients_came)
-        moves = Moves(self.finish_update, self.expect_steps, self.phase.abandon)
-        self.layouts = UnitLayouts(store, self.units, shares, moves)
+        self.layouts = UnitLayouts(store, self.units, shares)
         owner = Access(self)
         for unit in self.units:
             unit.engine, unit.owner = self, owner
-            unit.gradients = UnitGradients(unit, self.open_gradients, self.layouts.lay_out_anew)
-            self.open_gradients.add(unit.gradients)
+            unit.gradients = UnitGradients(unit, self.gradients)
         self.expect_steps()
         before_fork(self, Engine.end_updates_before_fork)
         after_fork(self, Engine.forget)
@@ -96,9 +92,9 @@ class Engine:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def watch(self, parameter: nn.Parameter) -> None:
-        """Follow the gradient of ``parameter`` if it requires one, and make a place for it in time."""
+        """Follow the gradient of ``parameter`` if it requires one. Raises UsageError where it may not, now."""
+        self.layouts.note_unfreezing(parameter, self.phase)
         self.backward.watch(parameter)
-        self.layouts.is_stale = True
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +108,7 @@ class Engine:
         if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
         in_backward = graph_task() != -1
-        self.open_gradients.rooms.opening = unit.gradients.room if in_backward else ""
+        self.gradients.rooms.opening = unit.gradients.key if in_backward else ""
         return "backward" if in_backward else "forward" if self.calls.under_way else "open"
 
     def finish_update(self, unit: Unit) -> None:
@@ -122,12 +118,12 @@ class Engine:
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
-        self.open_gradients.rooms.opening = ""
+        self.gradients.rooms.opening = ""
         self.open_units.opened(unit)
         if not self.calls.keeps_open():
             self.open_units.park_idle(self.calls.units() | {unit})
         self.ahead.opened(unit)
-        room = [unit.gradients.room] if unit.is_in_backward and unit.gradients.nbytes else []
+        room = [unit.gradients.key] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)
 
     def give_up(self, reason: str) -> str:
@@ -144,7 +140,7 @@ class Engine:
         """An outermost forward begins; ``is_first`` of its step."""
         self.tier.refuse_capture("forward")
         if self.layouts.is_stale:
-            self.layouts.renew(self.open_units.shielded)
+            self.layouts.renew(self.open_units.shielded, self.expect_steps)
         if is_first:
             self.backward.forget_touches()
             self.backward.micro_steps.begin()
@@ -184,7 +180,7 @@ class Engine:
         self.phase.check_not_running("optimizer.step()")
         self.backward.micro_steps.warn()
         in_backward = self.phase.updates_in_backward
-        if in_backward and not self.phase.has_updated and self.open_gradients.are_there():
+        if in_backward and not self.phase.has_updated and self.gradients.are_there():
             raise UsageError(
                 "optimizer.step() after backwards under tiered.accumulate only; expected one backward outside it, which"
                 " adds and updates"
@@ -193,16 +189,15 @@ class Engine:
         if in_backward:
             self.backward.check_used()
             return []
-        due = self.open_gradients.reconcile_all()
-        self.open_gradients.make_room_for_updates()
+        due = self.gradients.reconcile_all()
+        self.gradients.make_room_for_updates()
         return due
 
     def step_ended(self) -> None:
         """All updates of the step are handed over."""
         self.phase.conclude()
         self.phase.is_between = False
-        self.open_gradients.drop_all()
-        self.open_gradients.sweep(self.updates.take_leftovers())
+        self.gradients.drop_all()
         self.activations.swapped.sweep()
         self.schedule.end_step()
 
@@ -212,7 +207,7 @@ class Engine:
         if self.phase.has_updated:
             self.backward.show_used()
             self.phase.check(Event.ZERO_GRAD, "optimizer.zero_grad()")
-        self.open_gradients.drop_all() if set_to_none else self.open_gradients.zero_all()
+        self.gradients.drop_all() if set_to_none else self.gradients.zero_all()
 
     def attach(
         self, updates: Updates, submit: Callable[[Unit], None], buckets: Mapping[Unit, Sequence[Bucket[Segment]]]
@@ -226,7 +221,7 @@ class Engine:
     def expect_steps(self) -> None:
         """Hold the keys that placement chooses of the present ones, and expect their uses in the order of a step."""
         self.layouts.is_stale = True  # the next forward checks once that the units fit the trained parameters
-        self.schedule = self.layouts.expect_steps(self.open_gradients)
+        self.schedule = self.layouts.expect_steps(self.gradients)
 
     def end_updates_before_fork(self) -> None:
         """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""
@@ -237,5 +232,5 @@ class Engine:
         """In a forked child: forget all that is open, for the bytes are the parent's."""
         self.updates.forget()
         self.open_units.forget()
-        self.open_gradients.forget()
+        self.gradients.forget()
         self.calls.forget()

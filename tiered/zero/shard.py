@@ -158,7 +158,7 @@ def _forget_step(engine: Engine) -> None:
         engine.open_units.park_all()
         for unit in engine.units:
             unit.gradients.drop()
-        engine.open_gradients.end_spares()
+        engine.gradients.end_spares()
     finally:  # of a device that has failed, whose copies keep leases
         engine.tier.forget()
     engine.backward.forget_touches()

@@ -2,9 +2,7 @@
 
 Autograd reports each accumulated gradient and the end of each graph task. Reentrant checkpoints nest backwards: only
 the end of the outermost one counts. A failed backward reports nothing; ``settle`` notices it. For models on compute
-devices, the function through which every backward goes is replaced, in the torch module that calls it, by one that
-reports the error and raises it again. Nothing changes for backwards that end well, and nothing before the first
-``shard`` of a model on a compute device.
+devices torch's function that runs a backward is replaced, from their ``shard`` on, by one that reports the error.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,26 +23,20 @@ from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
-from tiered.zero.gradients.open_gradients import check_used, show_used
 from tiered.zero.parameters.module_calls import EngineParts, num_on_stack
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
 
-__all__ = ["Backward", "report_failures_to"]
-
-
-class _Listener(Protocol):
-    def failed(self, error: BaseException) -> None:
-        """A backward has raised ``error``."""
+__all__ = ["Backward"]
 
 
 _lock = threading.Lock()
-_listeners: weakref.WeakSet[_Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[Backward] = weakref.WeakSet()
 _is_replaced = False
 
 
-def report_failures_to(listener: _Listener) -> None:
+def _report_failures_to(listener: Backward) -> None:
     """Have ``listener`` hear of each backward that fails from now on, as long as it lives. Thread-safe."""
     global _is_replaced
     with _lock:
@@ -80,7 +72,7 @@ class Backward:
 
     def __init__(self, engine: EngineParts, gradients_came: Callable[[], None]) -> None:
         """``gradients_came()``: the last gradient of a backward has come, and due updates follow."""
-        self.submit: Callable[[Unit], None] = _submit_nothing
+        self.submit: Callable[[Unit], None] = lambda unit: None  # there is no optimizer yet
         self._units = engine.units
         self._phase = engine.phase
         self._calls = engine.calls
@@ -97,7 +89,7 @@ class Backward:
         self._why = ""  # this backward failed, where it is known
         self.micro_steps = _MicroSteps(engine.working_set.recorder)
         if self._tier.device.type != "cpu":
-            report_failures_to(self)
+            _report_failures_to(self)
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of a tiered parameter that requires one."""
@@ -140,13 +132,9 @@ class Backward:
         with self._units[0].working_set.mark:
             if not self._is_running or in_graph_task():
                 return
-            self._tasks.clear()
-            self._waiting.clear()
-            is_harmful, self._is_harmful = self._is_harmful and self._is_updating(), False
-            why, self._why = self._why, ""
-            self._is_running = self._has_graphs = False
+            is_harmful, why = self._is_harmful and self._is_updating(), self._why
             self._phase.is_between = False
-            self._clear_accumulated()
+            self.reset()
             if is_harmful:
                 reason = "a backward failed after parameters were updated or gradients accumulated"
                 self._phase.abandon(f"{reason}: {why}" if why else reason)
@@ -158,7 +146,7 @@ class Backward:
         """
         try:
             for unit in self._units:
-                check_used(unit)
+                unit.gradients.check_used()
         except UsageError:
             self.show_used()
             raise
@@ -166,7 +154,7 @@ class Backward:
     def show_used(self) -> None:
         """Let each gradient say again that the backward has used it."""
         for unit in self._units:
-            show_used(unit)
+            unit.gradients.show_used()
 
     def reset(self) -> None:
         """Forget everything."""
@@ -217,7 +205,7 @@ class Backward:
             del gradient
             unit.gradients.adopt(segment)
             segment.accumulated = True
-            if not self._is_updating():
+            if not self._phase.updates_in_backward or not self._is_updating():
                 return
             self._waiting[unit] = None
             for candidate in list(self._waiting):
@@ -325,7 +313,3 @@ class _MicroSteps:
             self._num,
             format_bytes(self._last_bytes - self._first_bytes),
         )
-
-
-def _submit_nothing(unit: Unit) -> None:
-    """There is no optimizer yet."""

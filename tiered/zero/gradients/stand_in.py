@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import types
+import weakref
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.errors import UsageError
 from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, close, name_of, without_dispatch
+from tiered.zero.parameters.unit import Segment
 
-__all__ = ["Change", "GradientSource", "StandIn"]
+__all__ = ["Change", "Compute", "StandIn", "StoredGradient", "UsedGradient"]
 
 _MESSAGE = (
     "the values of a gradient that is on NVMe were touched past torch's dispatch; expected norms, finite checks and"
@@ -58,29 +59,87 @@ class Change:
         return change
 
 
-class GradientSource(Protocol):
-    """The source of one gradient's values.
+Compute: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A question about a gradient's values."""
 
-    ``name`` is the parameter's, ``where`` and ``advice`` are for messages: "its gradient is {where}; expected
-    {advice}". Where ``is_readable`` is false the other two methods are never called.
+
+class UsedGradient:
+    """The source of a stand-in whose gradient an update in a backward has used, until the step concludes; no values.
+
+    ``where`` and ``advice`` are for messages: "its gradient is {where}; expected {advice}". Where ``is_readable`` is
+    false, ``answer`` and ``change`` are never called. ``pending`` are the changes that the stored bytes lack, in the
+    order in which they were asked for. ``answers`` are those to questions that were asked before, of the stored bytes.
     """
 
-    name: str
-    where: str
-    advice: str
-    is_readable: bool
+    __slots__ = ("_segment", "answers", "name", "pending")
 
-    def answer(self, question: Hashable | None, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    where = 'used up, by the backward under update="backward"'
+    advice = 'tiered.AdamW(..., update="step") for clipping, scaling and looking at gradients'
+    is_readable = False
+
+    def __init__(self, segment: Segment) -> None:
+        self.name = segment.name
+        self.pending: list[Change] = []
+        self.answers: dict[Hashable, torch.Tensor] = {}
+        # Lifetime: the parameter's gradient leads here, and the collector does not look into torch's objects.
+        self._segment = weakref.ref(segment)
+
+    def stand_in(self) -> StandIn:
+        """Return a stand-in with the looks of the gradient."""
+        segment = self.segment()
+        return StandIn.of(self, segment.shape, segment.strides, segment.dtype, segment.unit.tier.device)
+
+    def segment(self) -> Segment:
+        """Return the segment whose gradient this is the source of. Raises UsageError where the gradient is gone."""
+        segment = self._segment()
+        if segment is not None and segment.unit.gradients.sources.get(segment) is self:
+            return segment
+        raise UsageError(
+            f"parameter {self.name}: the gradient that this stood for is gone: optimizer.step() has used it, or it was"
+            " dropped or replaced; expected parameter.grad as it is now"
+        )
+
+    def take_pending(self) -> list[Change]:
+        """Return the changes that the stored bytes lack; the caller applies them, and may change the bytes further."""
+        self.answers = {}
+        pending, self.pending = self.pending, []
+        return pending
+
+    def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
         """Return ``compute(values)``; the same ``question`` has the same answer until the values change. Blocks."""
-
-    def read(self) -> AbstractContextManager[torch.Tensor]:
-        """Lend the values for reading, all changes applied, in the parameter's shape; the bytes stay the source's.
-
-        Blocks. Raises UsageError where the gradient is gone.
-        """
+        raise AssertionError(self.name)
 
     def change(self, change: Change) -> None:
         """Have ``change`` applied to the values before the next read of them. Does not block."""
+        raise AssertionError(self.name)
+
+
+class StoredGradient(UsedGradient):
+    """The source of a stand-in whose gradient was stored, from the first time to the end of the gradient."""
+
+    __slots__ = ()
+
+    where = "on NVMe"
+    advice = (
+        "norms, finite checks and scalings in place by numbers, as torch.nn.utils.clip_grad_norm_ and"
+        " torch.amp.GradScaler do, or a store with a larger dram=, in which gradients find room"
+    )
+    is_readable = True
+
+    def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
+        """Return ``compute(values)``, reading them unless the answer is known. None: a question of this time alone."""
+        if not self.pending and question in self.answers:
+            return self.answers[question]
+        segment = self.segment()
+        if question is not None:
+            segment.unit.gradients.model.note_question(question, compute)
+        answer: torch.Tensor = segment.unit.gradients.ask(segment, compute)
+        return answer
+
+    def change(self, change: Change) -> None:
+        """Apply ``change`` now where the values are leased, else when they are read."""
+        segment = self.segment()
+        segment.unit.gradients.change(segment, self, change)
 
 
 class StandIn(torch.Tensor):
@@ -90,11 +149,11 @@ class StandIn(torch.Tensor):
     stand-ins; another is one that was kept while ``parameter.grad`` became an ordinary tensor again.
     """
 
-    source: GradientSource
+    source: UsedGradient
 
     @staticmethod
     def of(
-        source: GradientSource,
+        source: UsedGradient,
         shape: Iterable[int],
         strides: Iterable[int],
         dtype: torch.dtype,

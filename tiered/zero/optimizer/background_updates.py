@@ -24,6 +24,7 @@ from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
 from tiered.zero.engine import Engine
+from tiered.zero.gradients.model_gradients import Updates
 from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, outcome_of
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.tensor_without_bytes import is_in_mode
@@ -39,7 +40,7 @@ class _CancelledError(Exception):
     """Ends a cancelled update, between two buckets or while it waits for memory."""
 
 
-class UpdateThread:
+class UpdateThread(Updates):
     """Runs unit updates in the order in which they were handed over, but those that are waited for first.
 
     The invariant: *a unit's update is queued, running, or not pending*; a failure ends all of them and is kept in
@@ -75,7 +76,6 @@ class UpdateThread:
         self._what_failed, self._num_done, self._num_buckets = "", 0, 0
         self._thread: threading.Thread | None = None  # None once it has seen an empty queue
         self._last_thread: threading.Thread | None = None
-        self._leftovers: list[str] = []
         self._is_last = self._is_cancelled = False  # is_last: a caller waits for the thread's end
         self._is_asking = self._has_given = False  # for memory that only the training thread can give
         self._is_waited_for = False  # by the training thread
@@ -228,12 +228,6 @@ class UpdateThread:
         self.failure = None
         self._is_cancelled = False
 
-    def take_leftovers(self) -> list[str]:
-        """Return the gradients' keys that are to be deleted once no caller sees their bytes."""
-        with self._condition:
-            leftovers, self._leftovers = self._leftovers, []
-        return leftovers
-
     def _pending(self) -> list[UnitUpdate]:
         return [*self._queue.values(), *([self._running] if self._running is not None else [])]
 
@@ -337,8 +331,8 @@ class UpdateThread:
     def _update(self, update: UnitUpdate) -> BaseException | None:
         begun = self._working_set.recorder.begin()
         failure: BaseException | None = None
-        for action in (self._update_buckets, self._end):
-            error = outcome_of(functools.partial(action, update))
+        for action in (functools.partial(self._update_buckets, update), update.end):
+            error = outcome_of(action)
             if error is not None and not isinstance(error, _CancelledError):
                 failure = failure or error
         self._working_set.recorder.worked("update", update.unit.name, begun)
@@ -385,17 +379,10 @@ class UpdateThread:
         self._working_set.set_aside(largest + self._buckets_bytes if largest else 0, self.is_this_thread)
 
     def _drop(self, updates: Iterable[UnitUpdate]) -> None:
-        """End updates that will not run. One whose gradients cannot be deleted now leaves them for later."""
+        """End updates that will not run."""
         for update in updates:
             try:
-                self._end(update)
+                update.end()
             except Exception as error:  # order: the others must be ended, and the first failure is the one to raise
                 # Lifetime: a log may be kept, and the update must not: it has leases.
-                _log.warning("%s was dropped, its gradients are deleted later: %s", repr(update), str(error))
-                with self._condition:
-                    self._leftovers.append(update.gradients.key)
-
-    def _end(self, update: UnitUpdate) -> None:
-        if key := update.end():
-            with self._condition:
-                self._leftovers.append(key)
+                _log.warning("%s was dropped, and its gradients' bytes stay for now: %s", repr(update), str(error))

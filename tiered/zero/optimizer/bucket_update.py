@@ -29,7 +29,7 @@ from tiered.zero.parameters.unit import Segment
 
 if TYPE_CHECKING:
     from tiered.tiers.schedule import SharedSchedule
-    from tiered.zero.gradients.taken_gradients import TakenGradients
+    from tiered.zero.gradients.model_gradients import TakenGradients
     from tiered.zero.parameters.unit import Unit
 
 __all__ = ["UnitUpdate", "UpdatePipeline", "choose_place", "give_place", "outcome_of"]
@@ -137,7 +137,7 @@ def choose_place(
         word = before or _shorter(place, pipeline, rule, group, buckets)
     if word == "device":
         tier.memories.append(place.memory)
-        engine.open_gradients.place, tier.keeps_gradients = place, True
+        engine.gradients.place, tier.keeps_gradients = place, True
         give_place(engine, pipeline, buckets_of)
         pipeline.move_to(place)
     _log.info("update_on=%r", word)
@@ -146,7 +146,7 @@ def choose_place(
 
 def give_place(engine: Engine, pipeline: UpdatePipeline, buckets_of: Mapping[Any, Sequence[Bucket[Segment]]]) -> None:
     """Give updates on a device what the largest of them takes now, of the memory of the model."""
-    tier, place = engine.tier, engine.open_gradients.place
+    tier, place = engine.tier, engine.gradients.place
     if isinstance(tier, AcceleratorTier) and isinstance(place, DevicePlace):
         bucket = max((bucket.nbytes for unit in engine.units for bucket in buckets_of[unit]), default=0)
         largest = max((unit.layout.gradient_nbytes for unit in engine.units), default=0)
@@ -214,7 +214,7 @@ class UnitUpdate:
         self.schedule = schedule
         self.nbytes = 2 * gradients.nbytes  # of DRAM that it keeps from others: parameters are laid out alike
         self.keys = [*unit.keys_of(hypers).values(), gradients.key, *[bucket.key for bucket in buckets]]
-        self._place = unit.gradients.open_gradients.place
+        self._place = unit.gradients.model.place
         self._leases: list[Lease] = []  # of the spans with elements to update
 
     def __repr__(self) -> str:
@@ -239,19 +239,15 @@ class UnitUpdate:
                 for s, hyper in self.hypers.items()
             }
 
-    def end(self) -> str:
-        """Give everything back; return the gradients' key if a caller still sees its bytes, else "".
-
-        Nothing may see the views that ``begin`` returned.
-        """
+    def end(self) -> None:
+        """Give everything back; nothing may see the views that ``begin`` returned."""
         self.schedule.take_back(self.keys)
         leases, self._leases = self._leases, []
         self._place.put_back(leases)
         if leases and not self.schedule.is_settled:
             self.unit.working_set.swap_out([lease.key for lease in leases])
-        left = self.gradients.delete()
+        self.gradients.delete()
         self._place.settle(self.keys)  # order: who waits for this update may read, and commit, the bytes in DRAM
-        return left
 
 
 def outcome_of(action: Callable[[], object]) -> BaseException | None:

@@ -350,7 +350,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        thread, gradient_key = self._thread, gradients.key or gradients.room
+        thread, gradient_key = self._thread, gradients.key
         limit = engine.layouts.shares.spare // 2 if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
