@@ -208,6 +208,28 @@ def test_an_unfreezing_inside_a_step_is_refused_and_after_it_done(moment: str, u
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
+def test_after_a_forward_and_a_backward_that_failed_parameters_are_unfrozen(tmp_path: Path) -> None:
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        hook = model.blocks[2].register_forward_hook(fail)  # type: ignore[union-attr,index]
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(0))
+        hook.remove()
+        unfreeze("blocks.0")(model)
+        handle = model.get_parameter("blocks.3.a.weight").register_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch(0)).backward()
+        handle.remove()
+        optimizer.zero_grad()
+        unfreeze("blocks.1")(model)
+        list(steps(model, optimizer, store, 0, 2))
+        assert all(s.trainable for block in model.blocks[:2] for s in segments(block))  # type: ignore[union-attr,index]
+
+
 def test_bits_of_bf16_parameters_that_are_unfrozen(tmp_path: Path) -> None:
     def losses_of(model: nn.Module, step: Callable[[], object], unfrozen: Callable[[], object]) -> list[torch.Tensor]:
         losses = []
