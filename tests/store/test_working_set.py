@@ -91,24 +91,6 @@ def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: Resi
     assert [key for key in "abcd" if working_set.is_resident(key)] == ["a", "b", "c"]
 
 
-def test_a_discarded_lease_ends_its_key_and_nothing_of_it_is_written(working_set: Residency) -> None:
-    written = working_set.statistics().swaps.swap_out_bytes
-    working_set.create("a", 4 * PAGE, scratch=True)  # more than an eighth of the budget: it would be written ahead
-    assert working_set.discard(working_set.lease("a", "w"))
-    with pytest.raises(KeyError):
-        working_set.lease("a", "r")
-    assert working_set.statistics().swaps.swap_out_bytes == written
-
-
-def test_a_discarded_lease_whose_tensor_lives_on_leaves_its_key_to_be_deleted_later(working_set: Residency) -> None:
-    working_set.create("a", PAGE)
-    lease = working_set.lease("a", "w")
-    tensor = lease.tensor
-    assert not working_set.discard(lease)
-    del tensor
-    working_set.delete(["a"])
-
-
 @pytest.mark.parametrize("place", ["leased", "seen", "in DRAM", "on NVMe"])
 def test_bytes_that_are_dropped_leave_a_key_without_bytes_and_are_not_written(
     place: str, working_set: Residency

@@ -93,7 +93,7 @@ class Engine:
 
     def watch(self, parameter: nn.Parameter) -> None:
         """Follow the gradient of ``parameter`` if it requires one. Raises UsageError where it may not, now."""
-        self.forward.leave_abandoned()  # order: a forward or backward that has failed is no part of a step
+        self.calls.leave_abandoned()  # order: a forward or backward that has failed is no part of a step
         self.backward.settle()
         self.layouts.note_unfreezing(parameter, self.phase)
         self.backward.watch(parameter)

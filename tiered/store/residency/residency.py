@@ -233,21 +233,6 @@ class Residency(MemoryWait):
         return have_ended
 
     @uninterrupted
-    def discard(self, lease: Lease) -> bool:
-        """Release ``lease`` and delete its key, whose bytes are not written any more; blocks while one is in flight.
-
-        Returns False when other tensors on its bytes are alive: the key stays then, and is to be deleted later.
-        """
-        alias = lease.end()
-        self.check(writing=True)
-        with self.mark, self.condition:
-            self.end_leases((alias,), is_written=False)
-            self._make_common(alias.residence)
-            if alias.has_ended:
-                self._remove(lease.key)
-        return alias.has_ended
-
-    @uninterrupted
     def drop_bytes(self, key: str, lease: Lease | None = None) -> None:
         """Drop the bytes of scratch ``key``, unwritten, and its device space; release ``lease``, which has them.
 
