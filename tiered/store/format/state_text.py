@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import functools
 import json
 import math
 import re
@@ -72,38 +73,48 @@ class _RefusedValue(Exception):
         self.places: list[str] = []
 
 
-def _encode_all(values: Iterable[object], place: Callable[[int], str], depth: int) -> list[object]:
-    """Return ``values`` as json can write them; ``place(index)`` says where one of them is."""
+def _encode_all(values: Iterable[Any], place: Callable[[int], str], depth: int) -> list[object]:
+    """Return ``values`` as json can write them; ``place(index)`` says where one of them is. A call per container."""
     encoded: list[object] = []
     for item in values:
         kind = type(item)
         if (
             item is None
             or kind is bool
-            or (kind is str and item.isascii())  # type: ignore[attr-defined]  # of str
-            or (kind is int and -_PLAIN_INT <= item < _PLAIN_INT)  # type: ignore[operator]  # of ints
-            or (kind is float and math.isfinite(item))  # type: ignore[arg-type]  # a float
+            or (kind is str and item.isascii())
+            or (kind is int and -_PLAIN_INT <= item < _PLAIN_INT)
+            or (kind is float and math.isfinite(item))
         ):
             encoded.append(item)
             continue
         try:
             if depth > _MAX_DEPTH:
                 raise _RefusedValue(f"more than {_MAX_DEPTH} levels deep, or a value that contains itself")
-            encoded.append(_encode(kind, item, depth + 1))
+            if kind is list:
+                encoded.append(_encode_all(item, "[{}]".format, depth + 1))
+            elif (
+                kind is dict
+                and {*map(type, item)} <= {str}
+                and "\0$" not in (names := "\0".join(("", *item)))
+                and (names.isascii() or _is_text(names))
+            ):
+                found = _encode_all(item.values(), functools.partial(_at_key, item), depth + 1)
+                encoded.append(dict(zip(item, found, strict=True)))
+            else:
+                encoded.append(_encode(kind, item, depth + 1))
         except _RefusedValue as refused:
             refused.places.append(place(len(encoded)))
             raise
     return encoded
 
 
+def _at_key(keys: dict[Any, Any], index: int) -> str:
+    return f"[{[*keys][index]!r}]"
+
+
 def _encode(kind: type, value: Any, depth: int) -> object:
     if kind is str and _is_text(value):
         return value
-    if kind is list:
-        return _encode_all(value, lambda index: f"[{index}]", depth)
-    if kind is dict and all(type(key) is str and not key.startswith("$") and _is_text(key) for key in value):
-        keys = list(value)
-        return dict(zip(keys, _encode_all(value.values(), lambda index: f"[{keys[index]!r}]", depth), strict=True))
     if kind is tuple:
         return {"$tuple": _encode_all(value, lambda index: f"[{index}]", depth)}
     if kind in (dict, Counter):
@@ -128,7 +139,7 @@ def _encode(kind: type, value: Any, depth: int) -> object:
 def _encode_pairs(value: dict[Any, Any], depth: int) -> list[object]:
     keys = list(value)
     names = _encode_all(keys, lambda index: f", key {keys[index]!r}", depth)
-    items = _encode_all(value.values(), lambda index: f"[{keys[index]!r}]", depth)
+    items = _encode_all(value.values(), functools.partial(_at_key, value), depth)
     return [list(pair) for pair in zip(names, items, strict=True)]
 
 
