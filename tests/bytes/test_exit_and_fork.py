@@ -99,7 +99,7 @@ def test_an_interrupt_while_an_item_dies_is_not_lost() -> None:
     make_and_drop()  # order: the first one has the interpreter call the actions
     with interrupt_at() as places:
         make_and_drop()
-    assert places.number > 3
+    assert places.number >= 3
     for number in range(1, places.number + 1):
         with pytest.raises(KeyboardInterrupt), interrupt_at(number):
             make_and_drop()

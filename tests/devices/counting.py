@@ -47,7 +47,7 @@ class CountingDevice(Adaptor):
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Count ``operations`` and hand them on; does not block."""
-        self._check_process()
+        self._process.check(self.name)
         start = time.monotonic()
         sizes = [_nbytes(operation) for operation in operations]
         relayed = [
@@ -67,7 +67,7 @@ class CountingDevice(Adaptor):
 
     def flush(self) -> None:
         """Flush the upstream and note how long it took; blocks."""
-        self._check_process()
+        self._process.check(self.name)
         start = time.monotonic()
         self.upstream.flush()
         with self._lock:
@@ -75,7 +75,7 @@ class CountingDevice(Adaptor):
 
     def statistics(self) -> CountingStatistics:
         """Return the upstream's counters and those of the classes."""
-        self._check_process()
+        self._process.check(self.name)
         upstream = self.upstream.statistics()
         with self._lock:
             return CountingStatistics(

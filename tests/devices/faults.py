@@ -107,7 +107,7 @@ class FaultsDevice(Adaptor):
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start all ``operations``, the faults with them; does not block."""
-        self._check_process()
+        self._process.check(self.name)
         started: list[Operation] = []
         ended: list[Operation] = []  # those that the upstream never sees
         for operation in operations:
@@ -123,7 +123,7 @@ class FaultsDevice(Adaptor):
 
     def grow(self, file: int, nbytes: int) -> None:
         """Make ``file`` at least ``nbytes`` long; blocks."""
-        self._check_process()
+        self._process.check(self.name)
         fault = self._next("grow")
         if fault is not None and fault.kind is FaultKind.FAIL:
             raise _injected(fault, f"cannot grow {self.path(file)} to {nbytes} bytes")
@@ -133,7 +133,7 @@ class FaultsDevice(Adaptor):
 
     def flush(self) -> None:
         """Flush, or not, as the faults say; blocks."""
-        self._check_process()
+        self._process.check(self.name)
         fault = self._next("flush")
         if self._flush_error is not None:
             raise DeviceError(f"an earlier flush of {self.name} failed; reopen the store") from self._flush_error
@@ -147,7 +147,7 @@ class FaultsDevice(Adaptor):
 
     def statistics(self) -> DeviceStatistics:
         """Return the upstream's counters; what is held here is in flight too."""
-        self._check_process()
+        self._process.check(self.name)
         statistics = self.upstream.statistics()
         with self._condition:
             num_held = self._num_held_operations
@@ -155,7 +155,7 @@ class FaultsDevice(Adaptor):
 
     def close(self) -> None:
         """Release what is held, then close the upstream. Idempotent."""
-        if self._pid == os.getpid():
+        if self._process.is_here:
             with self._condition:
                 self._is_closing = True  # order: what completes from now on is not held any more
             self.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -107,7 +106,7 @@ class ThrottledDevice(Adaptor):
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue ``operations`` until their time has come. Does not block."""
-        self._check_process()
+        self._process.check(self.name)
         now = time.monotonic()
         with self._condition:
             self._check_open()
@@ -127,7 +126,7 @@ class ThrottledDevice(Adaptor):
 
     def statistics(self) -> DeviceStatistics:
         """Return the upstream's counters; what waits here is in flight too."""
-        self._check_process()
+        self._process.check(self.name)
         statistics = self.upstream.statistics()
         with self._condition:
             num_waiting = sum(pace.num_waiting for pace in self._paces)
@@ -135,7 +134,7 @@ class ThrottledDevice(Adaptor):
 
     def close(self) -> None:
         """Let through what waits, end the thread, close the upstream. Idempotent; nothing happens in a forked child."""
-        if self._pid == os.getpid():
+        if self._process.is_here:
             self._stop()
             self._thread.join()
         self.upstream.close()
@@ -172,7 +171,7 @@ class ThrottledDevice(Adaptor):
             self._condition.notify_all()
 
     def _check_open(self) -> None:
-        self._check_process()
+        self._process.check(self.name)
         if self._is_closed:
             raise ClosedError(f"{self.name} is closed")
 
@@ -191,6 +190,6 @@ def _nbytes(operation: Operation) -> int:
 
 
 def _stop_at_exit(device: ThrottledDevice) -> None:
-    if device._pid == os.getpid():
+    if device._process.is_here:
         device._stop()
         device._thread.join()

@@ -15,6 +15,7 @@ import pytest
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, large_row, root_of, row_of
 from tests.store.simulated_catalog import SimulatedCatalog
+from tiered.bytes.exit_and_fork import this_process
 from tiered.errors import CorruptionError, DeviceError, UsageError
 from tiered.store.catalog.sqlite_catalog import read_rows
 from tiered.store.catalog.sqlite_file import connect, make_durable, translated
@@ -67,7 +68,7 @@ def test_a_file_that_cannot_be_opened_is_tried_again_and_then_an_error(
 
 def test_a_forked_child_neither_uses_nor_closes_it(file: SqliteHome, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(file.create()) as catalog:
-        monkeypatch.setattr(os, "getpid", lambda: -1)
+        monkeypatch.setattr(this_process(), "is_here", False)
         with pytest.raises(UsageError, match="after a fork"):
             catalog.load()
         catalog.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import logging
-import os
 import threading
 import weakref
 from collections import deque
@@ -20,8 +19,9 @@ from typing import TypeVar
 
 import torch
 
+from tiered.bytes.exit_and_fork import this_process
 from tiered.bytes.memory_mapping import DONTNEED, HUGE_PAGE_NBYTES, MemoryMapping, advise, array_type
-from tiered.errors import CapacityError, ClosedError, UsageError
+from tiered.errors import CapacityError, ClosedError
 from tiered.units import GiB, KiB, MiB, format_bytes, round_up
 
 __all__ = ["PAGE_NBYTES", "AddressRanges", "Arena", "Buffer", "Watched"]
@@ -226,7 +226,7 @@ class Arena:
             raise ValueError(f"an arena needs a budget of 0 bytes or more, got {nbytes}")
         self.nbytes = nbytes
         self._reuse = reuse
-        self._pid = os.getpid()
+        self._process = this_process()
         self._lock = threading.Lock()
         self._is_closed = False
         self._mappings: list[MemoryMapping] = []
@@ -278,7 +278,7 @@ class Arena:
         Its contents are undefined. The caller owns it until ``release``. Raises ClosedError, UsageError in a fork.
         """
         size = round_up(nbytes, PAGE_NBYTES)
-        self._check_process()
+        self._process.check("the arena")
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the arena is closed: no buffer can be leased from it any more")
@@ -297,7 +297,7 @@ class Arena:
 
         Not reentrant: never call it from an ``on_dead``. Raises UsageError in a fork.
         """
-        self._check_process()
+        self._process.check("the arena")
         if buffer.is_aliased:
             return False
         start, end = buffer.address, buffer.address + buffer.nbytes
@@ -325,7 +325,7 @@ class Arena:
 
     def close(self) -> None:
         """Refuse new leases and unmap; while buffers are leased, the release of the last one unmaps. Idempotent."""
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return  # a forked child has no mapping, and may use its addresses for something else
         with self._lock:
             self._is_closed = True
@@ -427,13 +427,6 @@ class Arena:
             self._mappings.pop().unmap()
         self._free = AddressRanges()
         self._poisoned.clear()
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"the arena belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; "
-                f"open a store of its own in this process"
-            )
 
 
 def _end(on_dead: Callable[[_T], object], alias: _T, action: Callable[[], object]) -> None:

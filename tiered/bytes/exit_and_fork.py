@@ -1,4 +1,4 @@
-"""Actions that objects need when the process ends or forks.
+"""Actions that objects need when the process ends or forks, and the process that an object belongs to.
 
 The interpreter's own lists of such actions only grow. Each list here is one entry there, and forgets objects that die.
 """
@@ -15,7 +15,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["after_fork", "at_exit", "before_fork"]
+from tiered.errors import UsageError
+
+__all__ = ["Process", "after_fork", "at_exit", "before_fork", "this_process"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("tiered")
@@ -69,10 +71,44 @@ def at_exit(item: _T, action: Callable[[_T], object]) -> None:
 def after_fork(item: _T, action: Callable[[_T], object]) -> None:
     """Have ``action(item)`` called in every child that is forked while ``item`` lives, the first added first."""
     _after_fork.add(item, action)
-    _after_fork.watch(lambda run: os.register_at_fork(after_in_child=run))
 
 
 def before_fork(item: _T, action: Callable[[_T], object]) -> None:
     """Have ``action(item)`` called before each fork while ``item`` lives, the first added first."""
     _before_fork.add(item, action)
     _before_fork.watch(lambda run: os.register_at_fork(before=run))
+
+
+class Process:
+    """A process, kept by the objects that it has made: a child that was forked from it must leave them alone."""
+
+    __slots__ = ("is_here", "pid")
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.is_here = True  # False in a forked child
+
+    def check(self, subject: str, next_step: str = "open a store of its own in this process") -> None:
+        """Raise UsageError in a forked child, for a call of ``subject``."""
+        if not self.is_here:
+            raise UsageError(
+                f"{subject} belongs to process {self.pid} and cannot be used in its fork {os.getpid()}; {next_step}"
+            )
+
+
+_process = Process()
+
+
+def this_process() -> Process:
+    """Return the process that runs, the same object each time."""
+    return _process
+
+
+def _begin_in_child() -> None:
+    global _process
+    _process.is_here = False  # order: before any action looks at it
+    _process = Process()
+    _after_fork.run()
+
+
+os.register_at_fork(after_in_child=_begin_in_child)

@@ -7,6 +7,7 @@ import functools
 import os
 import weakref
 
+from tiered.bytes.exit_and_fork import Process, this_process
 from tiered.units import MiB, round_up
 
 __all__ = ["DONTNEED", "HUGE_PAGE_NBYTES", "MemoryMapping", "advise", "array_type", "map_file"]
@@ -34,7 +35,7 @@ class MemoryMapping:
         self.start = start  # multiple of a huge page
         array = array_type(usable_nbytes).from_address(start)
         self.memory = memoryview(array).cast("B")
-        self._end = weakref.finalize(array, _unmap, address, nbytes, os.getpid())
+        self._end = weakref.finalize(array, _unmap, address, nbytes, this_process())
         self._end.atexit = False  # the process's end is theirs, too
 
     @classmethod
@@ -76,12 +77,12 @@ def map_file(fd: int, nbytes: int) -> memoryview:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     array = array_type(nbytes).from_address(address)
-    weakref.finalize(array, _unmap, address, nbytes, os.getpid()).atexit = False  # the process's end is theirs, too
+    weakref.finalize(array, _unmap, address, nbytes, this_process()).atexit = False  # the process's end is theirs, too
     return memoryview(array).cast("B")
 
 
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has no such mapping, and may use its addresses for something else
+def _unmap(address: int, nbytes: int, process: Process) -> None:
+    if process.is_here:  # a forked child has no such mapping, and may use its addresses for something else
         _libc().munmap(address, nbytes)
 
 

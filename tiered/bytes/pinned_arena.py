@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import os
 import threading
 from collections.abc import Iterable
 
@@ -254,6 +253,6 @@ _arenas: dict[int, PinnedArena] = {}
 def pinned_arena_at(address: int) -> PinnedArena | None:
     """Return the arena of this process that has ``address`` in its memory; None where none has."""
     for arena in list(_arenas.values()):
-        if arena._start <= address < arena._end and arena._pid == os.getpid():
+        if arena._start <= address < arena._end and arena._process.is_here:
             return arena
     return None

@@ -6,12 +6,12 @@ Resources are given back by ``close`` or once the store is garbage.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
 import weakref
 
 from tiered.bytes.condition import Condition
+from tiered.bytes.exit_and_fork import this_process
 from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import Root
@@ -40,7 +40,7 @@ class Resources:
 
     def __init__(self, parts: Parts, working_set: Residency) -> None:
         self.name = ", ".join(device.name for device in parts.devices)
-        self._pid = os.getpid()
+        self._process = this_process()
         self._parts = parts
         self._space = working_set.space
         self._working_set = working_set
@@ -70,7 +70,7 @@ class Resources:
         self._working_set.reap()
 
     def _give_back_unclosed(self) -> None:
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return  # nothing of it is the child's to close
         is_idle = self._can_wait() and self._has_committed()  # else a thread may still write
         if is_idle:

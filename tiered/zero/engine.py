@@ -6,7 +6,6 @@ which calls are legal (the phase does). The engine is the one object that knows 
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -227,7 +226,7 @@ class Engine:
 
     def end_updates_before_fork(self) -> None:
         """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""
-        if os.getpid() == self.phase.pid:
+        if self.phase.process.is_here:
             self.updates.wait_for_all()
 
     def forget(self) -> None:

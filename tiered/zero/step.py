@@ -7,13 +7,13 @@ whether a graph is alive; the phase does not: two forwards and then two backward
 from __future__ import annotations
 
 import enum
-import os
 import threading
 from collections.abc import Callable, Sized
 from typing import Protocol
 
 import torch
 
+from tiered.bytes.exit_and_fork import this_process
 from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
 from tiered.zero.state_dict_copies import StateDictCopies
@@ -135,7 +135,7 @@ class Phase:
         self.num_loading = 0  # inside load_state_dict(): copy_() writes
         self.num_accumulating = 0  # inside tiered.accumulate
         self.updates_in_backward = False  # update="backward"
-        self.pid = os.getpid()
+        self.process = this_process()
         self.has_gradients = has_gradients
         self._store = store
         self._calls_under_way = calls_under_way

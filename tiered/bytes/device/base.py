@@ -7,12 +7,11 @@ keys, digests or commits. Throttling, counting and injected faults are adaptors 
 from __future__ import annotations
 
 import enum
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered.errors import UsageError
+from tiered.bytes.exit_and_fork import this_process
 
 __all__ = ["SCRATCH", "Adaptor", "Device", "DeviceStatistics", "IOClass", "Operation", "relay"]
 
@@ -145,7 +144,7 @@ class Adaptor(Device):
         self.upstream = upstream
         self.name = upstream.name
         self.alignment = upstream.alignment
-        self._pid = os.getpid()
+        self._process = this_process()
 
     def files(self) -> dict[int, int]:
         """Return the number and size of each file."""
@@ -181,18 +180,6 @@ class Adaptor(Device):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.upstream!r})"
-
-    def _check_process(self) -> None:
-        check_process(self.name, self._pid)
-
-
-def check_process(name: str, pid: int) -> None:
-    """Raise UsageError in another process than ``pid``, which opened the device ``name``."""
-    if pid != os.getpid():
-        raise UsageError(
-            f"{name} was opened by process {pid} and cannot be used in its fork {os.getpid()}; open a device of its "
-            f"own in this process"
-        )
 
 
 def relay(

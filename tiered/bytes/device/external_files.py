@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, ReadInto, probe_direct_read, report_buffered
 from tiered.bytes.device.files import DataFile, NumberedFiles, translate
+from tiered.bytes.exit_and_fork import this_process
 from tiered.errors import UsageError
 from tiered.units import round_up
 
@@ -56,7 +57,7 @@ class ExternalFiles(NumberedFiles):
         self._paths = absolute_paths(paths)
         others = f" and {len(self._paths) - 1} more" if len(self._paths) > 1 else ""
         super().__init__(f"{self._paths[0]}{others}")
-        self._pid = os.getpid()
+        self._process = this_process()
         self._identities: list[_Identity] = []
         self._status_lock = threading.Lock()  # held over system calls
         self._locks = (self._status_lock,)
@@ -123,7 +124,7 @@ class ExternalFiles(NumberedFiles):
 
     def close(self) -> None:
         """Close all descriptors, and unlock the files: a ring that has just ended keeps them for a moment."""
-        for file in self._files.values() if not self._is_closed and self._pid == os.getpid() else ():
+        for file in self._files.values() if not self._is_closed and self._process.is_here else ():
             with contextlib.suppress(OSError):
                 fcntl.flock(file.fd, fcntl.LOCK_UN)
         super().close()

@@ -26,7 +26,7 @@ from tiered.bytes.device.external_files import ExternalFiles
 from tiered.bytes.device.files import DataFile, NumberedFiles, open_data_files
 from tiered.bytes.device.in_flight import InFlight
 from tiered.bytes.device.queue import IOQueue
-from tiered.bytes.exit_and_fork import after_fork, at_exit
+from tiered.bytes.exit_and_fork import after_fork, at_exit, this_process
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 
 __all__ = ["FileDevice", "Place", "ShortSwitchInterval"]
@@ -125,7 +125,7 @@ class FileDevice(Device):
         if not deadline_s > 0:
             raise ValueError(f"deadline_s must be positive, got {deadline_s}")
         self.deadline_s = deadline_s
-        self._pid = os.getpid()
+        self._process = this_process()
         self._lock = threading.Lock()  # guards the queue, the counters and _is_closed
         self._queue = IOQueue(num_slots)
         self._is_closed = False
@@ -172,7 +172,7 @@ class FileDevice(Device):
 
     def files(self) -> dict[int, int]:
         """Return the number and size of each file; the size is rounded down to the alignment, an external one's up."""
-        self._check_process()
+        self._process.check(self.name)
         return {file: nbytes // self.alignment * self.alignment for file, nbytes in self._files.sizes().items()}
 
     def grow(self, file: int, nbytes: int) -> None:
@@ -225,7 +225,7 @@ class FileDevice(Device):
 
     def statistics(self) -> DeviceStatistics:
         """Return the counters."""
-        self._check_process()
+        self._process.check(self.name)
         with CRITICAL_SECTION.lock, self._lock:
             return DeviceStatistics(
                 read_bytes=self._read_bytes,
@@ -252,7 +252,7 @@ class FileDevice(Device):
         Raises DeadlineError when nothing completes for ``deadline_s``. Threads, descriptors and the memory in flight
         then stay as they are, and close may be called again.
         """
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return
         self._stop()
         stuck = self._wait_for_threads()
@@ -422,15 +422,8 @@ class FileDevice(Device):
         except CapacityError as error:
             raise DeviceError(f"{self.name} has no I/O thread: {error}") from error
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"{self.name} was opened by process {self._pid} and cannot be used in its fork {os.getpid()}; "
-                f"open a store of its own in this process"
-            )
-
     def _check_open(self) -> None:
-        self._check_process()
+        self._process.check(self.name)
         if self._is_closed:
             raise ClosedError(f"{self.name} is closed")
 
@@ -445,7 +438,7 @@ def _stop_at_exit(device: FileDevice) -> None:
     Should the drive not answer, the interpreter would wait for our threads for ever, before any ``atexit`` function:
     past the deadline the process ends here and now, and says why.
     """
-    if device._pid != os.getpid():
+    if not device._process.is_here:
         return
     device._stop()
     stuck = device._wait_for_threads()

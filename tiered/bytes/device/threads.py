@@ -166,7 +166,7 @@ class AiofilesDevice(FileDevice):
     def close(self) -> None:
         """Complete queued operations, then end the loop and close files; see FileDevice."""
         super().close()
-        if self._pid == os.getpid():
+        if self._process.is_here:
             with self._end_lock:
                 self._loop.close()
 

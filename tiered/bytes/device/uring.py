@@ -206,7 +206,7 @@ class UringDevice(FileDevice):
     def close(self) -> None:
         """Complete queued operations, then end the thread, the ring and the files; as FileDevice.close."""
         super().close()
-        if self._pid == os.getpid():
+        if self._process.is_here:
             self._wake_up.close()
 
     def _close_in_child(self) -> None:

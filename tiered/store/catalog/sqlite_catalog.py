@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from tiered.bytes.exit_and_fork import this_process
 from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.errors import CapacityError, ClosedError, CorruptionError, DeadlineError, DeviceError, UsageError
 from tiered.store.catalog.catalog import GenerationName, generation_names
@@ -149,7 +150,7 @@ class SqliteCatalog:
         self._read_only = read_only
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._process = this_process()
         self._failed: str | None = None
         self._store_uuid = b""
         self._newest: GenerationName | None = None  # as this process has loaded or committed it last
@@ -307,7 +308,7 @@ class SqliteCatalog:
 
     def close(self) -> None:
         """Release the file. Idempotent. Raises DeadlineError where a call of another thread does not end: as it was."""
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return  # order: before the lock, which a thread may have held at the fork
         if not self._lock.acquire(timeout=self._deadline_s):
             raise DeadlineError(
@@ -345,8 +346,7 @@ class SqliteCatalog:
 
     @contextmanager
     def _using(self, verb: str) -> Iterator[sqlite3.Connection]:
-        if self._pid != os.getpid():
-            raise UsageError(f"catalog {self.name} was opened by process {self._pid}: open it again after a fork")
+        self._process.check(f"catalog {self.name}", "open it again after a fork")
         with self._lock:
             if self._connection is None:
                 raise ClosedError(f"catalog {self.name} is closed")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.exit_and_fork import after_fork, at_exit
+from tiered.bytes.exit_and_fork import after_fork, at_exit, this_process
 from tiered.bytes.private_file import create_private_file, refuse_trap
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import digest
@@ -245,7 +245,7 @@ class Ledgers:
     """
 
     def __init__(self, directories: Sequence[Path] = (), store_uuid: bytes = b"") -> None:
-        self._pid = os.getpid()
+        self._process = this_process()
         self._files = [LedgerFile(path, store_uuid, index) for index, path in enumerate(directories)]
         self._devices: Sequence[FileDevice] = ()
         self._catalog_bytes = 0
@@ -292,7 +292,7 @@ class Ledgers:
 
     def close(self) -> None:
         """Make the counts durable, end the thread, close the files; blocks. Idempotent; does nothing in a child."""
-        if self._pid != os.getpid() or (self._is_started and not self._end()):
+        if not self._process.is_here or (self._is_started and not self._end()):
             return
         for file in self._files:
             file.close()

@@ -7,7 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from tiered.bytes.exit_and_fork import after_fork
+from tiered.bytes.exit_and_fork import after_fork, this_process
 from tiered.bytes.private_file import create_private_file, lock_owner, refuse_trap
 from tiered.errors import DeviceError, UsageError
 
@@ -26,7 +26,7 @@ class Lock:
 
     def __init__(self, directory: Path, *, shared: bool) -> None:
         """Take it, ``shared`` with other readers. Raises UsageError that names its holder, OSError."""
-        self._pid = os.getpid()
+        self._process = this_process()
         self._directory, self._shared = directory, shared
         fd = _open(directory, shared=shared)
         self._fds = {LOCK_NAME: fd}
@@ -69,7 +69,7 @@ class Lock:
         while self._fds:
             fd = self._fds.popitem()[1]
             try:
-                if self._pid == os.getpid():
+                if self._process.is_here:
                     fcntl.flock(fd, fcntl.LOCK_UN)  # also the lock of a child that was only just forked
             finally:
                 os.close(fd)

@@ -7,7 +7,6 @@ until enough of them can be evicted.
 from __future__ import annotations
 
 import functools
-import os
 import queue
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
+from tiered.bytes.exit_and_fork import this_process
 from tiered.store.residency.entry import Alias, Entry, EntryState, Residence
 from tiered.store.residency.key_table import KeyTable
 from tiered.store.waiting.calling_thread import this_thread
@@ -142,7 +142,7 @@ class Eviction(KeyTable):
         self._pinned_bytes = 0  # leased or reserved, by all threads
         self._own_bytes = 0  # leased by the thread that bytes are set aside for
         self._is_dram_closed = False
-        self._pid = os.getpid()
+        self._process = this_process()
 
     # Below: the budget
 
@@ -493,7 +493,7 @@ class Eviction(KeyTable):
         """After ``close``: give back the buffers that have ended since; without the lock."""
         # Lifetime: after close finalizers drain the queue. Never blocking: the holder of the lock may be the very frame
         # that a collection interrupted; it, or the next end, finds the queue.
-        if self._pid != os.getpid() or self.condition.is_held_here():
+        if not self._process.is_here or self.condition.is_held_here():
             return
         while not self.ended_leases.queue.empty() and self.condition.acquire(blocking=False):
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -218,7 +217,7 @@ class Residency(MemoryWait):
     @uninterrupted
     def released(self, aliases: Sequence[Alias], *, is_written: bool = False, is_unchanged: bool = False) -> bool:
         """Note that leases were released; return whether their last tensors have died. Works after close as well."""
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return True  # in a forked child there is nothing to give back
         if self.refusals.nested_calls.is_inside():
             return True  # a finalizer inside of a call: the death of the tensor says the same, and is noted soon

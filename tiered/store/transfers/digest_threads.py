@@ -14,7 +14,7 @@ from collections.abc import Callable
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.exit_and_fork import at_exit
+from tiered.bytes.exit_and_fork import at_exit, this_process
 from tiered.errors import CapacityError
 
 __all__ = ["WORTHWHILE_NBYTES", "DigestThreads"]
@@ -36,7 +36,7 @@ class DigestThreads:
     def __init__(self, *, num_threads: int | None = None) -> None:
         """``num_threads``: the most there may be; by default two, on a single core one."""
         self._most = min(_MOST_THREADS, os.cpu_count() or 1) if num_threads is None else num_threads
-        self._pid = os.getpid()
+        self._process = this_process()
         self._changed = Condition()  # guards all below
         self._jobs: tuple[deque[Callable[[], object]], ...] = tuple(deque() for _ in IOClass)
         self._threads: list[threading.Thread] = []
@@ -57,7 +57,7 @@ class DigestThreads:
 
     def close(self) -> None:
         """Do the submitted jobs, then end the threads; blocks. Idempotent; does nothing in a forked child."""
-        if self._pid != os.getpid():
+        if not self._process.is_here:
             return
         with self._changed:
             self._is_closed = True

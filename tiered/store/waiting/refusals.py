@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum, auto
 
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION
-from tiered.bytes.exit_and_fork import after_fork
+from tiered.bytes.exit_and_fork import after_fork, this_process
 from tiered.errors import CapacityError, ClosedError, DeviceError, TieredError, UsageError
 from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.mark import CallMark
@@ -33,7 +32,7 @@ class Refusals:
     """The one refusal of calls that cannot be served. It refers to no store, and to nothing of the store's user."""
 
     __slots__ = (
-        "__weakref__", "_failure", "_is_held_here", "_is_read_only", "_pid", "mark", "nested_calls", "service",
+        "__weakref__", "_failure", "_is_held_here", "_is_read_only", "_process", "mark", "nested_calls", "service",
         "told",
     )  # fmt: skip
 
@@ -46,7 +45,7 @@ class Refusals:
         self._failure: tuple[Exception, str] | None = None
         self._is_held_here = condition.is_held_here
         self._is_read_only = is_read_only
-        self._pid = os.getpid()
+        self._process = this_process()
         after_fork(self, Refusals._note_fork)
 
     def check(self, *, writing: bool = False) -> None:
@@ -63,10 +62,7 @@ class Refusals:
         if self.service is Service.SERVES and not self.mark.reason:
             return
         if self.service is Service.FORKED:
-            raise UsageError(
-                f"the store belongs to process {self._pid} and cannot be used in its fork {os.getpid()}; pass worker "
-                "processes plain tensors, or open a store of their own there"
-            )
+            self._process.check("the store", "pass worker processes plain tensors, or open a store of their own there")
         if self.service is Service.CLOSED:
             raise ClosedError("the store is closed")
         if self.service is Service.LATE:

@@ -6,11 +6,11 @@ the shares of the budget. Updates is what the rooms below the optimizer see of t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 
+from tiered.bytes.exit_and_fork import this_process
 from tiered.store.residency.residency import Lease
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.compute_tier import GradientBuffer, UpdatePlace
@@ -390,11 +390,11 @@ class Reclaimer:
         self._open_units = open_units
         self._gradients = gradients
         self._updates = updates
-        self._pid = os.getpid()
+        self._process = this_process()
 
     def reclaim(self, nbytes: int) -> bool:
         """Help the caller; return whether a lease was given back. The update thread asks the training thread."""
-        if os.getpid() != self._pid:
+        if not self._process.is_here:
             return False
         updates = self._updates()
         if self._open_units.root.tier.settle_one():

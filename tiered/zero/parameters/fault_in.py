@@ -5,7 +5,6 @@ The other way in is a module's hook: see [Note: the way of a unit] in unit.py.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -93,7 +92,7 @@ class Access:
         """
         engine, phase, calls = self.engine, self.engine.phase, self.engine.calls
         what = f"parameter {segment.name}: {name}"
-        if os.getpid() != phase.pid:
+        if not phase.process.is_here:
             raise UsageError(
                 f"{what} in a forked process; expected in the process that opened the store: pass the worker plain"
                 " tensors"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -384,7 +383,7 @@ def _num_under_way(module: nn.Module) -> int:
 
 def _check_forward(phase: Phase, name: str) -> None:
     """Raise UsageError where no forward of the module ``name`` can run."""
-    if os.getpid() != phase.pid:
+    if not phase.process.is_here:
         raise UsageError(f"forward of {name} in a forked process; expected in the one that opened the store")
     if torch._C._get_tracing_state() is not None:
         raise UsageError(
