@@ -40,6 +40,11 @@ class Acquirable(Protocol):
 def outside(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Call code of the program's from within a call of ours: there, actions of signals run at once, and may raise."""
     INTERRUPTS.look()
+    return _run(function, *args, **kwargs)
+
+
+def _run(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Run code of the program's: the mark on the stack from which on frames of ours do not count."""
     return function(*args, **kwargs)
 
 
@@ -57,7 +62,7 @@ class _Deferred:
 
 
 class Interrupts:
-    """``INTERRUPTS``, of which there is one: whose actions wait for calls of ours, and what waits now.
+    """The actions that wait for the end of a call of ours. There is one object, INTERRUPTS.
 
     ``signal.getsignal`` shows an action of ours while an object that has begun this lives, for each signal whose action
     was a function of Python, KeyboardInterrupt's or the program's own. An action that the program sets later stands
@@ -126,7 +131,7 @@ class Interrupts:
         deferred = next(iter(self._noted))
         del self._noted[deferred]
         try:
-            outside(deferred.action, deferred.number, frame)
+            _run(deferred.action, deferred.number, frame)
         finally:
             if self._noted:
                 self._act(frame)
@@ -144,7 +149,7 @@ INTERRUPTS = Interrupts()
 def _call_of_ours(frame: FrameType | None) -> FrameType | None:
     """Return the outermost frame of ours in which ``frame`` runs; None where it is the program's own code."""
     found, is_ours = None, True
-    while frame is not None and frame.f_code is not outside.__code__:
+    while frame is not None and frame.f_code is not _run.__code__:
         module = str(frame.f_globals.get("__name__"))
         # Those of contextlib between a block and its user must end, too; but for "inner", which runs what it decorates.
         is_ours = module.startswith(_ROOMS) or (is_ours and module == "contextlib" and frame.f_code.co_name != "inner")
