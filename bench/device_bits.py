@@ -37,7 +37,7 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, reference_on, smal
 from tests.models import CASES
 from tests.reference import Recipe, Trained
 from tests.zero.training import Session, assert_same, start
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import add_registrar
 from tiered.zero.activations import swapped_activations
 
 __all__ = ["difference", "quick_directory", "swap_all_activations"]

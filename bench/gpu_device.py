@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import add_registrar
 
 __all__ = ["part_arguments", "said", "said_of_each", "simulated_device"]
 

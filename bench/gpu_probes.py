@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_device import part_arguments, said_of_each, simulated_device
-from tiered.bytes.registrar import Registrar, registrar_for
+from tiered.bytes.pinned_arena import Registrar, registrar_for
 from tiered.units import KiB, MiB
 from tiered.zero.compute_device import named_device
 

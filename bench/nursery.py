@@ -88,7 +88,7 @@ def _run(is_simulated: bool) -> int:
         return tiered.tools.cli.main()
     from tests.accelerator import simulated
     from tests.accelerator.registrar import SimulatedRegistrar
-    from tiered.bytes.registrar import add_registrar
+    from tiered.bytes.pinned_arena import add_registrar
 
     simulated.enable()
     add_registrar("sim", SimulatedRegistrar())

@@ -35,7 +35,7 @@ import tiered
 from tests.devices.throttled import ThrottledDevice
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.engines import open_device
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import add_registrar
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.transfers import transfer
@@ -252,9 +252,7 @@ def in_memory(settings: Settings) -> dict[str, Any]:
 def open_store(settings: Settings, folder: Path) -> tiered.Store:
     """Open the store of ``settings`` in ``folder``; over a throttled device where it says so."""
     if not settings.throttle:
-        return tiered.Store(
-            folder, dram=settings.dram, device_memory=settings.device_memory, durable=settings.durable
-        )
+        return tiered.Store(folder, dram=settings.dram, device_memory=settings.device_memory, durable=settings.durable)
     folder.mkdir(mode=0o700)
     limit = float(parse_bytes(settings.throttle))
     device = ThrottledDevice(

@@ -34,8 +34,7 @@ FLOORS = {
 
 ORDER = {
     "bytes": ("kernel_file", "free_memory", "interrupt", "exit_and_fork", "condition", "critical_section",
-              "private_file", "memory_mapping", "arena", "registrar", "pinned_arena", "host_tensor", "device",
-              "file_memory", "file_stream"),
+              "private_file", "arena", "pinned_arena", "host_tensor", "device", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "residency", "values", "lifetime",
               "generations", "assembly", "mapping", "store"),
     "tiers": ("trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock", "copies",

@@ -15,7 +15,7 @@ from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import DEVICE
 from tests.store.places import quick_directory, short_files
 from tiered.bytes import pinned_arena
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import add_registrar
 from tiered.units import MiB
 
 

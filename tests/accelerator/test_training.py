@@ -19,8 +19,7 @@ from tests.accelerator.training import DEVICE, ROOMY_NBYTES, case_on, reference_
 from tests.models import CASES, Case
 from tests.reference import Recipe
 from tests.zero.training import assert_same, budget_named_in, reference, start
-from tiered.bytes.pinned_arena import PinnedArena
-from tiered.bytes.registrar import registrar_for
+from tiered.bytes.pinned_arena import PinnedArena, registrar_for
 from tiered.errors import CapacityError, UsageError
 from tiered.tiers import copies
 from tiered.zero.activations import swapped_activations

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tiered.bytes import file_stream
-from tiered.bytes.file_memory import FileMemory
-from tiered.bytes.file_stream import PIECE_NBYTES, FileReader, FileWriter
+from tiered.bytes.file_stream import PIECE_NBYTES, FileMemory, FileReader, FileWriter
 from tiered.errors import CapacityError, DeviceError
 
 SIZES = (0, 1, 4095, 4096, 4097, PIECE_NBYTES - 1, PIECE_NBYTES, 3 * PIECE_NBYTES + 5001)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered.bytes.file_memory import FileMemory
-from tiered.bytes.file_stream import PIECE_NBYTES, FileReader, FileWriter
+from tiered.bytes.file_stream import PIECE_NBYTES, FileMemory, FileReader, FileWriter
 from tiered.errors import DeviceError
 
 

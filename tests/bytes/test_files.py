@@ -16,7 +16,7 @@ from tests.bytes.faulty import Errors, faulty
 from tests.bytes.moving import move
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.direct import open_unnamed, probe_direct
+from tiered.bytes.device.direct_io import open_unnamed, probe_direct
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB

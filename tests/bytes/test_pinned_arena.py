@@ -21,8 +21,15 @@ from tests.bytes.registrars import WatchedRegistrar, is_mapped
 from tiered.bytes import pinned_arena
 from tiered.bytes.arena import PAGE_NBYTES as PAGE
 from tiered.bytes.arena import Arena, Buffer
-from tiered.bytes.pinned_arena import PinnedArena, Slots, pinned_arena_at
-from tiered.bytes.registrar import CudaRegistrar, NoRegistrar, add_registrar, registrar_for
+from tiered.bytes.pinned_arena import (
+    CudaRegistrar,
+    NoRegistrar,
+    PinnedArena,
+    Slots,
+    add_registrar,
+    pinned_arena_at,
+    registrar_for,
+)
 from tiered.errors import ClosedError, DeviceError, UsageError
 from tiered.units import KiB, MiB, round_up
 

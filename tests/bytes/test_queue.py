@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tiered.bytes.device.base import IOClass, Operation
-from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.queue import IOQueue
+from tiered.bytes.device.queue import InFlight, IOQueue
 from tiered.units import MiB
 
 DEMAND, PREFETCH, WRITE = IOClass

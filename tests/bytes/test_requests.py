@@ -19,8 +19,7 @@ from tests.bytes.moving import WAIT_S, Batch, exit_code_of_child, fill, move
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device import uring
 from tiered.bytes.device.base import IOClass, Operation
-from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.requests import MOST_REQUESTS, Requests
+from tiered.bytes.device.queue import MOST_REQUESTS, InFlight, Requests
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
@@ -94,46 +93,6 @@ def test_an_operation_is_given_in_order_and_whole() -> None:
     assert flight.moved == flight.nbytes and requests.num_waiting == 0
 
 
-def test_the_most_urgent_operation_goes_first_then_the_oldest() -> None:
-    requests = requests_of(2)
-    flights = [
-        add(requests, io_class, 2 * 4096) for io_class in (WRITE_BACK, PREFETCH, WRITE_BACK, DEMAND, PREFETCH, DEMAND)
-    ]
-    order = []
-    while found := take_all(requests):
-        for part in found:
-            order.append(flights.index(whole(part)))
-            end(requests, part)
-    assert order == [place for place in (3, 5, 1, 4, 0, 2) for _ in range(2)]
-
-
-def test_what_is_urgent_overtakes_an_operation_that_has_begun() -> None:
-    requests = requests_of(1)
-    flights = [add(requests, WRITE_BACK, 3 * 4096)]
-    order = []
-    for turn in range(5):
-        (part,) = take_all(requests)
-        order.append(flights.index(whole(part)))
-        if turn == 0:
-            flights.append(add(requests, DEMAND, 2 * 4096))
-        end(requests, part)
-    assert order == [0, 1, 1, 0, 0] and take_all(requests) == []
-
-
-def test_while_somebody_waits_for_a_read_one_part_of_a_write_is_with_the_kernel() -> None:
-    requests = requests_of(8)
-    add(requests, WRITE_BACK, 9 * MiB, most=4 * MiB)
-    (first,) = take_all(requests, is_calm=True)
-    assert take_all(requests, is_calm=True) == []
-    assert requests.can_start
-    end(requests, first)
-    assert [part.nbytes // MiB for part in take_all(requests, is_calm=True)] == [4]
-    add(requests, DEMAND, 8 * MiB, most=4 * MiB)
-    assert [part.nbytes // MiB for part in take_all(requests, is_calm=True)] == [4, 4]
-    assert [part.nbytes // MiB for part in take_all(requests)] == [1]
-    assert not requests.can_start
-
-
 def test_an_operation_that_has_failed_ends_with_what_the_kernel_has() -> None:
     requests = requests_of(2)
     first, second = (add(requests, PREFETCH, 10 * 4096) for _ in range(2))
@@ -166,20 +125,6 @@ def test_the_depth_follows_at_once_and_no_byte_is_lost() -> None:
             if ended is not None:
                 assert given.pop(ended) == 0 and ended.moved == ended.nbytes
     assert not with_kernel and not requests.num_waiting
-
-
-def test_nobody_is_overtaken_for_ever() -> None:
-    requests = requests_of(1)
-    flights = [add(requests, WRITE_BACK, 2 * 4096), add(requests, PREFETCH, 2 * 4096)]
-    order: list[int] = []
-    for turn in range(40):
-        if turn % 2 == 0:
-            flights.append(add(requests, DEMAND, 2 * 4096))
-        (part,) = take_all(requests)
-        order.append(flights.index(whole(part)))
-        end(requests, part)
-    assert order.index(1) < 24 and order.index(0) < 40  # the first that is overtaken lets eight pass, then the next
-    assert order[:14] == [place for place in range(2, 9) for _ in range(2)]
 
 
 def test_only_the_first_that_is_overtaken_loses_its_patience() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from tests.bytes.registrars import WatchedRegistrar
 from tests.doctor.in_child import found_in_child
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import add_registrar
 from tiered.tools.doctor import checks
 from tiered.tools.doctor.checks import (
     Finding,

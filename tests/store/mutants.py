@@ -19,7 +19,7 @@ from tests.store.simulated_catalog import SimulatedCatalog
 from tests.store.test_external import saved
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.files import DataFiles
-from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.queue import InFlight
 from tiered.errors import DeviceError
 from tiered.store.catalog import sqlite_catalog as catalog_module
 from tiered.store.catalog import sqlite_catalog as new_file_module

@@ -16,8 +16,7 @@ from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.memory import MemoryDevice
-from tiered.bytes.pinned_arena import PinnedArena
-from tiered.bytes.registrar import Registrar
+from tiered.bytes.pinned_arena import PinnedArena, Registrar
 from tiered.errors import TieredError
 from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog

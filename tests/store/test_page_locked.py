@@ -17,8 +17,7 @@ import torch
 from tests.bytes.registrars import WatchedRegistrar
 from tests.store.rig import WAIT_S, await_true, beside, numbers, read_key, simulated_store, write_key
 from tiered.bytes.arena import Arena
-from tiered.bytes.pinned_arena import PinnedArena
-from tiered.bytes.registrar import add_registrar
+from tiered.bytes.pinned_arena import PinnedArena, add_registrar
 from tiered.errors import CapacityError, DeadlineError
 from tiered.store.residency.residency import Lease, Residency
 from tiered.store.store import Store

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tiered.bytes.file_memory import FileMemory
+from tiered.bytes.file_stream import FileMemory
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store

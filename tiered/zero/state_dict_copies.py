@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.device.base import Device
-from tiered.bytes.file_memory import FileMemory
+from tiered.bytes.file_stream import FileMemory
 from tiered.bytes.free_memory import free_memory
 from tiered.errors import CapacityError
 from tiered.units import format_bytes

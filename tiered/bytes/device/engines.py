@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tiered.bytes.device.direct import open_unnamed
+from tiered.bytes.device.direct_io import open_unnamed
 from tiered.bytes.device.external_files import absolute_paths, open_regular
 from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.profile import Profile, load_profile
-from tiered.bytes.device.requests import MOST_REQUESTS
+from tiered.bytes.device.queue import MOST_REQUESTS
 from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.bytes.device.threads import AiofilesDevice, MmapDevice, ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
@@ -212,16 +212,19 @@ def _open(
         engine, reason = _choose(profile, probe)
         if engine == "uring":
             try:
-                return _cut_as_measured(UringDevice(place, **options), profile)
+                return _open_uring(place, profile, options)
             except DeviceError as error:
                 engine, reason = "threads", str(error)
-        _say_once(f"engine {engine!r} instead of io_uring: {reason}")
+        message = f"engine {engine!r} instead of io_uring: {reason}"
+        if message not in _said:
+            _said.add(message)
+            _log.warning("%s", message)
     if engine == "uring":
         refusal = probe()
         if refusal is not None:
             name = os.fspath(place) if isinstance(place, str | os.PathLike) else place[0]
             raise DeviceError(f'{name}: engine="uring" does not work: {refusal}; give engine="auto"')
-        return _cut_as_measured(UringDevice(place, **options), profile)
+        return _open_uring(place, profile, options)
     if engine == "threads" and profile is not None and profile.engine == "threads":
         num_threads = min(max(profile.read_depth, profile.write_depth, 2), _MOST_THREADS)
         return ThreadsDevice(place, num_threads=num_threads, **options)
@@ -230,16 +233,11 @@ def _open(
     return DEVICES[engine](place, **options)
 
 
-def _cut_as_measured(device: UringDevice, profile: Profile | None) -> UringDevice:
-    """Have ``device`` move its bytes in requests as long, and as many, as were the best when they were measured."""
+def _open_uring(place: Place, profile: Profile | None, options: dict[str, Any]) -> UringDevice:
+    """Return a device whose requests are as long, and as many, as were the best when they were measured."""
+    device = UringDevice(place, **options)
     if profile is not None:
         nbytes = min(max(profile.block_nbytes, _LEAST_REQUEST_NBYTES), _MOST_REQUEST_NBYTES)
         depth = max(_IN_FLIGHT_NBYTES // nbytes, profile.read_depth, profile.write_depth)
         device.cut(round_up(nbytes, device.alignment), min(depth, MOST_REQUESTS))
     return device
-
-
-def _say_once(message: str) -> None:
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
-from tiered.bytes.device.direct import MIN_ALIGNMENT, DirectProbe, ReadInto, probe_direct_read, report_buffered
+from tiered.bytes.device.direct_io import MIN_ALIGNMENT, DirectProbe, ReadInto, probe_direct_read, report_buffered
 from tiered.bytes.device.files import DataFile, NumberedFiles, translate
 from tiered.bytes.exit_and_fork import this_process
 from tiered.errors import UsageError

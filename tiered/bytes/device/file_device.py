@@ -24,10 +24,9 @@ from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.external_files import ExternalFiles
 from tiered.bytes.device.files import DataFile, NumberedFiles, open_data_files
-from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.queue import IOQueue
+from tiered.bytes.device.queue import InFlight, IOQueue
 from tiered.bytes.exit_and_fork import after_fork, at_exit, this_process
-from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, UsageError
+from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 
 __all__ = ["FileDevice", "Place", "ShortSwitchInterval"]
 
@@ -122,8 +121,8 @@ class FileDevice(Device):
         ``direct=None`` takes direct I/O where it works and logs one warning where it does not; True insists on it,
         False asks for buffered I/O. Raises UsageError, DeviceError, CapacityError, ValueError.
         """
-        if not deadline_s > 0:
-            raise ValueError(f"deadline_s must be positive, got {deadline_s}")
+        if not deadline_s > 0 or num_slots < 1:
+            raise ValueError(f"deadline_s and num_threads must be positive, got {deadline_s} and {num_slots}")
         self.deadline_s = deadline_s
         self._process = this_process()
         self._lock = threading.Lock()  # guards the queue, the counters and _is_closed
@@ -322,6 +321,19 @@ class FileDevice(Device):
     def _beyond_end(self, flight: InFlight, end: int) -> DeviceError:
         return DeviceError(f"{self._describe(flight.operation)} failed: the file has {end} bytes")
 
+    def _rest(self, flight: InFlight) -> memoryview:
+        """Return the memory that is moved next in one go."""
+        most = self._queue.most_nbytes(flight, time.monotonic())
+        memory = flight.operation.memory
+        return memory[flight.moved : flight.moved + most] if flight.moved or most < flight.nbytes else memory
+
+    def _note_error(self, operation: Operation, error: BaseException) -> None:
+        """Let ``operation`` end with ``error``; a bug of the submitter, such as released memory, is its error, too."""
+        operation.error = error if isinstance(error, TieredError) else None
+        if operation.error is None:
+            operation.error = DeviceError(f"{self._describe(operation)} failed: {error!r}")
+            operation.error.__cause__ = error
+
     def _granularity(self) -> int:
         """Return the multiple of bytes that a short transfer goes on at: direct I/O needs aligned offsets."""
         return self.alignment if self._files.is_direct else 1
@@ -371,8 +383,8 @@ class FileDevice(Device):
         if operation.error is None:
             try:
                 operation.memory[-flight.padding :] = bytes(flight.padding)
-            except ValueError as error:  # a bug of the submitter, who has released it: its error, not our end
-                operation.error = DeviceError(f"{self._describe(operation)} failed: {error}")
+            except ValueError as error:
+                self._note_error(operation, error)
             flight.moved -= flight.padding
 
     def _describe(self, operation: Operation) -> str:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tiered.bytes.device.base import SCRATCH
-from tiered.bytes.device.direct import (
+from tiered.bytes.device.direct_io import (
     MIN_ALIGNMENT,
     DirectProbe,
     ReadInto,

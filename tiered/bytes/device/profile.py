@@ -12,13 +12,13 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
-from tiered.bytes.device.direct import MIN_ALIGNMENT
+from tiered.bytes.device.direct_io import MIN_ALIGNMENT
 from tiered.bytes.device.files import translate
 from tiered.units import GiB
 
@@ -29,12 +29,10 @@ __all__ = [
     "LinkProfile",
     "Profile",
     "find_profile",
-    "find_profile_file",
     "load_link_profile",
     "load_profile",
     "write_link_profile",
     "write_profile",
-    "write_profile_file",
 ]
 
 
@@ -42,50 +40,6 @@ LONGEST_TEXT = 200
 """Characters of a text in such a file, and about as many of a complaint."""
 
 _LARGEST_NBYTES = 64 * 1024  # never read more of a file that may be anybody's
-
-_Figures = TypeVar("_Figures")
-
-
-def find_profile_file(
-    directory: str | os.PathLike[str], name: str, parse: Callable[[dict[str, object]], _Figures], *, options: str = ""
-) -> tuple[_Figures | None, list[str]]:
-    """Return ``parse`` of the file ``name`` in ``directory``, or in the nearest one above it, and complaints.
-
-    The search ends at the mount point. A directory that does not exist yet counts as its parent. A file is passed over
-    with a complaint unless only we or root may write to it, and ``parse`` takes its object: it raises ValueError or
-    TypeError. ``options`` of ``tiered bench`` measure such a file again. Never raises for the contents of the disk;
-    blocks.
-    """
-    complaints: list[str] = []
-    for place in _places(directory):
-        try:
-            return parse(_read(place / name)), complaints
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            reason = str((isinstance(error, OSError) and error.strerror) or error or repr(error))
-            complaints.append(
-                f"{place / name} is ignored: {reason[: 2 * LONGEST_TEXT]}; "
-                f"remove it, or measure again: tiered bench {place}{options}"
-            )
-    return None, complaints
-
-
-def write_profile_file(directory: str | os.PathLike[str], name: str, values: Mapping[str, object]) -> Path:
-    """Put ``values`` into the file ``name`` of ``directory`` and return its path; durable when it returns.
-
-    The file is 0600 under any umask. At any instant either the old or the new one is there. Raises TieredError.
-    """
-    path = Path(directory) / name
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _replace(descriptor, name, f"{json.dumps(values, indent=1)}\n".encode())
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise translate(error, f"cannot write {path}") from error
-    return path
 
 
 def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
@@ -230,16 +184,12 @@ class LinkProfile:
 
 def load_profile(directory: str | os.PathLike[str]) -> Profile | None:
     """Return the profile that ``find_profile`` finds; log its complaints, once in this process."""
-    profile, complaints = find_profile(directory)
-    _say(complaints)
-    return profile
+    return _load(Profile, directory)
 
 
 def load_link_profile(directory: str | os.PathLike[str]) -> LinkProfile | None:
-    """Return the profile that ``find_link_profile`` finds; log its complaints, once in this process."""
-    profile, complaints = find_link_profile(directory)
-    _say(complaints)
-    return profile
+    """Return the profile of the compute device that was measured beside ``directory``; as ``load_profile``."""
+    return _load(LinkProfile, directory)
 
 
 def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, list[str]]:
@@ -248,13 +198,7 @@ def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, lis
     A directory that does not exist yet counts as its parent. A file is passed over with a complaint unless it is a
     sound profile that only we or root may write to. Never raises for the contents of the disk; blocks.
     """
-    return find_profile_file(directory, PROFILE_NAME, lambda values: _parsed(Profile, values))
-
-
-def find_link_profile(directory: str | os.PathLike[str]) -> tuple[LinkProfile | None, list[str]]:
-    """Return the profile of the compute device that was measured beside ``directory``; as ``find_profile``."""
-    options = " --device auto"
-    return find_profile_file(directory, LINK_PROFILE_NAME, lambda values: _parsed(LinkProfile, values), options=options)
+    return _find(Profile, directory)
 
 
 def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
@@ -262,19 +206,55 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
 
     The file is 0600 under any umask. At any instant either the old or the new profile is there. Raises TieredError.
     """
-    return write_profile_file(directory, PROFILE_NAME, asdict(profile))
+    return _write(directory, profile)
 
 
 def write_link_profile(directory: str | os.PathLike[str], profile: LinkProfile) -> Path:
     """Put ``profile`` into ``directory`` as ``write_profile`` does."""
-    return write_profile_file(directory, LINK_PROFILE_NAME, asdict(profile))
+    return _write(directory, profile)
 
 
-def _say(complaints: Iterable[str]) -> None:
+_FILES = {Profile: (PROFILE_NAME, ""), LinkProfile: (LINK_PROFILE_NAME, " --device auto")}
+"""By kind: the file's name, and the options of ``tiered bench`` that measure it again."""
+
+
+def _load(kind: type[_T], directory: str | os.PathLike[str]) -> _T | None:
+    profile, complaints = _find(kind, directory)
     for complaint in complaints:
         if complaint not in _said:
             _said.add(complaint)
             _log.warning("%s", complaint)
+    return profile
+
+
+def _find(kind: type[_T], directory: str | os.PathLike[str]) -> tuple[_T | None, list[str]]:
+    (name, options), complaints = _FILES[kind], list[str]()
+    for place in _places(directory):
+        try:
+            return _parsed(kind, _read(place / name)), complaints
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            reason = str((isinstance(error, OSError) and error.strerror) or error or repr(error))
+            complaints.append(
+                f"{place / name} is ignored: {reason[: 2 * LONGEST_TEXT]}; "
+                f"remove it, or measure again: tiered bench {place}{options}"
+            )
+    return None, complaints
+
+
+def _write(directory: str | os.PathLike[str], profile: Profile | LinkProfile) -> Path:
+    name = _FILES[type(profile)][0]
+    path = Path(directory) / name
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _replace(descriptor, name, f"{json.dumps(asdict(profile), indent=1)}\n".encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise translate(error, f"cannot write {path}") from error
+    return path
 
 
 def _parsed(kind: type[_T], values: dict[str, object]) -> _T:

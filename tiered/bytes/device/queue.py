@@ -1,19 +1,190 @@
-"""The one queue of a device: which operation goes next, and how many bytes of each class are in flight.
+"""The operations of a device on their way: IOQueue, InFlight that an engine has begun, and Requests of large ones.
 
-Pure arithmetic, no I/O and no lock: the device's lock guards it.
+All engines share them, so that order, budgets, short transfers and retries are the same on all. No I/O and no lock: the
+device's lock guards the queue, and one thread of the engine the rest.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from tiered.bytes.device.base import IOClass, Operation
-from tiered.bytes.device.in_flight import InFlight
+from tiered.bytes.device.files import translate
+from tiered.errors import DeviceError
 from tiered.units import MiB
 
-__all__ = ["CALM_NBYTES", "IOQueue"]
+__all__ = ["CALM_NBYTES", "MOST_REQUESTS", "IOQueue", "InFlight", "Requests"]
+
+
+_NUM_RETRIES = 3
+_TRY_AGAIN = frozenset({errno.EAGAIN, errno.EINTR})
+
+
+class InFlight:
+    """``operation`` from the moment an engine takes it: ``moved`` of ``nbytes`` bytes are done.
+
+    Its engine alone uses it, one thread at a time. The queue made it, and keeps its place until ``IOQueue.done``.
+    A ring cuts a large one into parts; each part is an InFlight with the large one as its ``whole``.
+    """
+
+    __slots__ = (
+        "address", "file_slot", "given", "io_class", "is_slow", "left", "moved", "nbytes", "num_overtaken",
+        "num_retries", "offset", "operation", "padding", "pinned", "request_nbytes", "start", "whole",
+    )  # fmt: skip
+
+    def __init__(self, operation: Operation, io_class: IOClass, start: float) -> None:
+        self.operation = operation
+        self.io_class = io_class  # as it was queued: the operation's own may be raised meanwhile
+        self.nbytes = operation.nbytes
+        self.offset = operation.offset  # in the file
+        self.start = start  # s, of time.monotonic
+        self.moved = 0
+        self.padding = 0  # bytes of these that lie behind the end of an external file: its read ends before them
+        self.num_retries = 0  # after EIO, and of less than one granule
+        self.is_slow = False  # a warning has been logged
+        self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
+        self.address = self.file_slot = 0  # a ring's: of the memory, and of the file
+        self.whole: InFlight | None = None  # that this is a part of
+        self.request_nbytes = 0  # of its parts, where it is cut; then also:
+        self.given = 0  # bytes that the kernel has been given, from the operation's start
+        self.left = 0  # bytes that neither moved nor were given up
+        self.num_overtaken = 0  # later ones that were put before it
+
+    def next_part(self, now: float) -> InFlight:
+        """Return the next part that the kernel is given, ``now``; there must be one."""
+        part = InFlight(self.operation, self.io_class, now)
+        part.whole = self
+        part.nbytes = min(self.request_nbytes, self.nbytes - self.given)
+        part.offset = self.offset + self.given
+        part.address = self.address + self.given
+        part.file_slot = self.file_slot
+        self.given += part.nbytes
+        part.padding = max(0, self.padding - (self.nbytes - self.given))
+        return part
+
+    def advance(self, moved: int, granularity: int, what: str) -> bool:
+        """Count ``moved`` more bytes; return whether all are done.
+
+        A short transfer goes on at a multiple of ``granularity`` (bytes), and moves the rest of a granule again. One of
+        less than a granule is repeated 3 times. Raises DeviceError, which begins with ``what``, for a transfer that
+        stopped.
+        """
+        left = self.nbytes - self.moved
+        if left - self.padding <= moved < left:  # the end of an external file
+            moved = left
+        if moved < left:
+            if 0 < moved < granularity and self.num_retries < _NUM_RETRIES:
+                self.num_retries += 1
+                return False
+            moved -= moved % granularity
+        if moved <= 0 < left or moved > left:
+            raise DeviceError(f"{what} failed: it stopped after {self.moved} bytes")
+        self.moved += moved
+        return self.moved == self.nbytes
+
+    def retry(self, error: OSError, deadline_s: float, what: str) -> None:
+        """Return when the rest may be tried again after ``error``; else raise its TieredError, beginning with ``what``.
+
+        An interruption is tried again until ``deadline_s`` have passed since the start, a read 3 times after EIO, a
+        write never.
+        """
+        if error.errno in _TRY_AGAIN and time.monotonic() < self.start + deadline_s:
+            return
+        if self.operation.is_write or error.errno != errno.EIO or self.num_retries == _NUM_RETRIES:
+            raise translate(error, f"{what} failed") from error
+        self.num_retries += 1
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+MOST_REQUESTS = 64
+"""How many parts of large operations the kernel may have at a time."""
+
+_MOST_OVERTAKEN = 8
+
+
+class Requests:
+    """Large operations that the kernel has only in part. At most ``depth`` of their parts are with the kernel.
+
+    Operations go in the order of their class, then in that of ``add``. An operation lets at most eight later ones
+    overtake it, so that each makes progress. One thread uses it.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+        self._waiting: list[InFlight] = []
+        self._num_with_kernel = 0  # parts
+        self._num_writing = 0  # of those, writes
+
+    @property
+    def num_waiting(self) -> int:
+        """How many operations have bytes that the kernel was never given."""
+        return len(self._waiting)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether ``take`` has a part, unless it is a write that waits for calm to end."""
+        return bool(self._waiting) and self._num_with_kernel < self.depth
+
+    def add(self, flight: InFlight, request_nbytes: int) -> None:
+        """Let ``take`` hand out ``flight`` in parts of at most ``request_nbytes``."""
+        flight.request_nbytes = request_nbytes
+        flight.left = flight.nbytes
+        place = len(self._waiting)
+        while place and self._lets_pass(self._waiting[place - 1], flight):
+            place -= 1
+        if place < len(self._waiting):
+            self._waiting[place].num_overtaken += 1
+        self._waiting.insert(place, flight)
+
+    def take(self, now: float, *, is_calm: bool) -> InFlight | None:
+        """Return the part that the kernel is given next, which is with the kernel then; None: nothing may start.
+
+        While writes are calm (``is_calm``) one part of a write is with the kernel, and reads behind it go on.
+        """
+        if self._num_with_kernel >= self.depth:
+            return None
+        for place, whole in enumerate(self._waiting):
+            is_write = whole.operation.is_write
+            if is_calm and is_write and self._num_writing:
+                continue
+            part = whole.next_part(now)
+            if whole.given == whole.nbytes:
+                del self._waiting[place]
+            self._num_with_kernel += 1
+            self._num_writing += is_write
+            return part
+        return None
+
+    def end(self, part: InFlight) -> InFlight | None:
+        """Take back ``part``, which the kernel has ended; return its operation when that has ended with it.
+
+        After an error the kernel is given no more of the operation.
+        """
+        whole = part.whole
+        assert whole is not None, f"{part.operation!r} was never cut"
+        self._num_with_kernel -= 1
+        self._num_writing -= whole.operation.is_write
+        whole.moved += part.moved
+        whole.left -= part.nbytes
+        if whole.operation.error is not None and whole.given < whole.nbytes:
+            whole.left -= whole.nbytes - whole.given
+            whole.given = whole.nbytes
+            self._waiting.remove(whole)
+        return None if whole.left else whole
+
+    def _lets_pass(self, flight: InFlight, later: InFlight) -> bool:
+        return later.io_class < flight.io_class and flight.num_overtaken < _MOST_OVERTAKEN
+
+
+# -- queue -------------------------------------------------------------------------------------------------------------
+
 
 _WRITE = IOClass.WRITE  # an enum's member is looked up slowly
 _AHEAD_S = 0.02  # a busy Python thread keeps the interpreter's lock for 1 to 5 ms, a busy machine for longer

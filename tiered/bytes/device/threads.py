@@ -26,8 +26,8 @@ from aiofiles.os import wrap
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.file_device import FileDevice, Place
-from tiered.bytes.device.in_flight import InFlight
-from tiered.errors import DeviceError, TieredError, UsageError
+from tiered.bytes.device.queue import InFlight
+from tiered.errors import UsageError
 from tiered.units import MiB
 
 __all__ = ["AiofilesDevice", "MmapDevice", "ThreadsDevice"]
@@ -54,8 +54,6 @@ class ThreadsDevice(FileDevice):
         direct: bool | None = None,
     ) -> None:
         """Open the files of ``place`` and start the threads; see FileDevice for ``direct`` and errors."""
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be positive, got {num_threads}")
         self._num_threads = num_threads
         self._at_work: list[InFlight | None] = [None] * num_threads
         super().__init__(place, num_slots=num_threads, deadline_s=deadline_s, direct=direct)
@@ -82,11 +80,8 @@ class ThreadsDevice(FileDevice):
             self._at_work[index] = flight
             try:
                 self._carry_out(flight)
-            except TieredError as error:
-                flight.operation.error = error
-            except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
-                flight.operation.error = DeviceError(f"{self._describe(flight.operation)} failed: {error!r}")
-                flight.operation.error.__cause__ = error
+            except Exception as error:
+                self._note_error(flight.operation, error)
             self._finish([flight])
             self._at_work[index] = None
             del flight  # lifetime: its memory and callback must not live until the next one comes
@@ -112,12 +107,8 @@ class ThreadsDevice(FileDevice):
         transfer = self._pwrite if operation.is_write else self._pread
         is_complete = False
         while not is_complete:
-            most = self._queue.most_nbytes(flight, time.monotonic())
-            memory = operation.memory
-            if flight.moved or most < flight.nbytes:
-                memory = memory[flight.moved : flight.moved + most]
             try:
-                moved = transfer(file.fd, memory, operation.offset + flight.moved)
+                moved = transfer(file.fd, self._rest(flight), operation.offset + flight.moved)
             except OSError as error:
                 flight.retry(error, self.deadline_s, self._describe(operation))
                 time.sleep(_PAUSE_S)
@@ -149,8 +140,6 @@ class AiofilesDevice(FileDevice):
         direct: bool | None = None,
     ) -> None:
         """Open the files of ``place`` and start the loop; see FileDevice for errors."""
-        if num_threads < 1:
-            raise ValueError(f"num_threads must be positive, got {num_threads}")
         self._num_threads = num_threads
         self._end_lock = threading.Lock()  # guards the loop's end
         self._loop = asyncio.new_event_loop()
@@ -210,11 +199,8 @@ class AiofilesDevice(FileDevice):
     def _end(self, task: asyncio.Task[None]) -> None:
         flight = self._tasks.pop(task)
         error = task.exception()
-        if isinstance(error, TieredError):
-            flight.operation.error = error
-        elif error is not None:  # a bug of the submitter, such as released memory: its error, not our end
-            flight.operation.error = DeviceError(f"{self._describe(flight.operation)} failed: {error!r}")
-            flight.operation.error.__cause__ = error
+        if error is not None:
+            self._note_error(flight.operation, error)
         self._finish([flight])
         self._has_work.set()
 
@@ -225,12 +211,8 @@ class AiofilesDevice(FileDevice):
         transfer = wrap(self._pwrite if operation.is_write else self._pread)
         is_complete = False
         while not is_complete:
-            most = self._queue.most_nbytes(flight, time.monotonic())
-            memory = operation.memory
-            if flight.moved or most < flight.nbytes:
-                memory = memory[flight.moved : flight.moved + most]
             try:
-                moved = await transfer(file.fd, memory, operation.offset + flight.moved, executor=executor)
+                moved = await transfer(file.fd, self._rest(flight), operation.offset + flight.moved, executor=executor)
             except OSError as error:
                 flight.retry(error, self.deadline_s, self._describe(operation))
                 await asyncio.sleep(_PAUSE_S)

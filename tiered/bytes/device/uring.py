@@ -22,9 +22,7 @@ from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.files import DataFile, translate
-from tiered.bytes.device.in_flight import InFlight
-from tiered.bytes.device.queue import CALM_NBYTES, IOQueue
-from tiered.bytes.device.requests import MOST_REQUESTS, Requests
+from tiered.bytes.device.queue import CALM_NBYTES, MOST_REQUESTS, InFlight, IOQueue, Requests
 from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
@@ -379,14 +377,10 @@ class UringDevice(FileDevice):
                 return False
             flight.pinned = pin(operation.memory, is_read_only=operation.is_write)
             flight.address = address_of(flight.pinned)
-        except TieredError as error:
-            operation.error = error
-        except Exception as error:  # a bug of the submitter, such as released memory: its error, not our end
-            operation.error = DeviceError(f"{self._describe(operation)} failed: {error!r}")
-            operation.error.__cause__ = error
-        else:
-            return True
-        return False
+        except Exception as error:
+            self._note_error(operation, error)
+            return False
+        return True
 
     def _register_file(self, ring: Ring, flight: InFlight) -> tuple[int, DataFile]:
         file, number, slot = self._file_of(flight), flight.operation.file, len(self._file_slots)

@@ -18,8 +18,7 @@ from tiered.bytes.device.engines import DEVICES, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory, memory_size
-from tiered.bytes.pinned_arena import PinnedArena
-from tiered.bytes.registrar import NoRegistrar, registrar_for
+from tiered.bytes.pinned_arena import NoRegistrar, PinnedArena, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog

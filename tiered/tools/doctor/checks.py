@@ -32,13 +32,12 @@ import torch.distributed
 
 from tiered.bytes import kernel_file
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.direct import open_unnamed
+from tiered.bytes.device.direct_io import open_unnamed
 from tiered.bytes.device.engines import choose_engine
 from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.bytes.device.profile import find_profile
 from tiered.bytes.device.ring import Ring
-from tiered.bytes.pinned_arena import PinnedArena
-from tiered.bytes.registrar import NoRegistrar, registrar_for
+from tiered.bytes.pinned_arena import NoRegistrar, PinnedArena, registrar_for
 from tiered.errors import DeviceError
 from tiered.tools.doctor.description import by_drive, directory_description
 from tiered.units import KiB, MiB, format_bytes, format_count

@@ -18,7 +18,7 @@ import torch
 
 import tiered
 from tiered.bytes import kernel_file
-from tiered.bytes.device.direct import probe_direct
+from tiered.bytes.device.direct_io import probe_direct
 from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
 from tiered.bytes.kernel_file import said

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiered.bytes.file_memory import FileMemory
+from tiered.bytes.file_stream import FileMemory
 from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.lease_view import Mode
