@@ -43,7 +43,7 @@ class Condition(threading.Condition):
         self.is_held_here = lock._is_owned  # type: ignore[attr-defined]
 
     def wait(self, timeout: float | None = None, waiter: Waiter | None = None) -> bool:
-        """Wait for a notification, as the standard one does. Among ``INTERRUPTS`` it is here that one is raised.
+        """Wait for a notification, as the standard one does. An interrupt that waits is raised here.
 
         A ``waiter`` is released by the next notification, and may be by something else, too.
         """
@@ -68,8 +68,7 @@ class Condition(threading.Condition):
         """Return, with the lock held, a lock that can be acquired from the next ``notify_all`` on.
 
         Use it to wait without the lock. ``wait`` gives the lock back and takes it again in lines of Python: an
-        exception from a signal handler between them, outside of ``INTERRUPTS``, would leave the caller's block to
-        release a lock that it does not hold.
+        exception from outside between them would leave the caller's block to release a lock that it does not hold.
         """
         waiter = threading.Lock()
         waiter.acquire()

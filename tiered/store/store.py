@@ -66,6 +66,8 @@ class Store(TensorMapping):
     ) -> None:
         """Open or create the store in ``directories``, striped over them; blocks.
 
+        While stores are open, the actions of SIGINT, SIGALRM, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 wait for the end of
+        calls, and ``signal.getsignal`` shows ours: interrupt.py says how.
         ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
         ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
         free memory); 0: it serves none. ``dram`` is page-locked, 0.1 s a GiB, by the first model or tensor on one.

@@ -21,7 +21,7 @@ class CallMark:
     """``with mark:`` from before the first change of a call to after its last. Nests, in any thread.
 
     A call puts everything right before it raises an error of its own. Any other exception (a time limit that another
-    thread sets, a signal's that is not among ``INTERRUPTS``, MemoryError) may come between two lines, and half of a
+    thread sets, a signal's that waits for nothing, MemoryError) may come between two lines, and half of a
     change is done. Then the mark stays: the store refuses all but ``close``, and no generation is committed any more.
     """
 

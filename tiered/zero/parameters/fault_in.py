@@ -132,7 +132,7 @@ class Access:
 class _Operation:
     """The block around one operation: it shows the parameters' units, which stay open until its end.
 
-    Raises UsageError at the wrong time as it begins. For code with interrupts deferred.
+    Raises UsageError at the wrong time as it begins.
     """
 
     __slots__ = ("_access", "_args", "_func", "_kwargs", "_pair", "_segments", "_units", "_written")
