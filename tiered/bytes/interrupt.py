@@ -13,8 +13,7 @@ import opcode
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from signal import SIGALRM, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2
 from threading import get_ident
 from types import FrameType
@@ -112,10 +111,6 @@ class Interrupts:
         self._stand_before_actions()
         self.look()  # order: a signal that comes from here on acts at once
         return lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
     def _note(self, deferred: _Deferred, frame: FrameType | None) -> None:
         """Run the action of a signal that struck ``frame``, now or at the end of the call of ours."""
@@ -227,14 +222,3 @@ class _Watch:
             sys.setprofile(self._profile if callable(self._profile) else None)
         elif sys.gettrace() is _pass_over:
             sys.settrace(None)
-
-
-# Below: gone once no call site is left
-
-
-def uninterrupted(function: _T) -> _T:
-    return function
-
-
-def uninterrupted_block(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:
-    return contextmanager(function)

@@ -15,7 +15,6 @@ import torch
 
 from tiered.bytes.arena import PAGE_NBYTES, AddressRanges, Arena
 from tiered.bytes.free_memory import free_memory
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.units import GiB, MiB, format_bytes, round_up
 
@@ -297,7 +296,6 @@ class PinnedArena(Arena):
     def _take_back(self, start: int, end: int) -> None:
         self._slots.give_back(start, end)
 
-    @uninterrupted
     def _register(self, index: int) -> None:
         """Register all pieces, or none and say so. The registrar faults the pages in."""
         self._index = index

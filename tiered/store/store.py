@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
@@ -319,7 +319,6 @@ class Store(TensorMapping):
                 raise
             error.add_note(f"and closing the store failed: {failure}")
 
-    @uninterrupted
     def _close(self, *, commit: bool) -> None:
         refusals = self._refusals
         if refusals.service is Service.FORKED:

@@ -8,11 +8,10 @@ and back bucket by bucket, in memory that is set aside for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import UsageError
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.residency import Lease, Residency
@@ -249,7 +248,7 @@ class AcceleratorTier:
         """Copy the bytes of ``key`` into a buffer; blocks on a swap in. Raises CapacityError."""
         return DeviceGradients(self, self._copy_in(self.lease(key, "r"), is_owned=True), key)
 
-    @uninterrupted_block
+    @contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
         """Lend (nbytes,) uint8 of the device's budget. Raises CapacityError."""
         buffer = self._take(nbytes)

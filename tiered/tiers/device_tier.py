@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 
 from tiered.bytes.free_memory import free_memory
-from tiered.bytes.interrupt import uninterrupted_block
 from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import Collectives, ComputeTier, Gathered, GradientBuffer, bytes_of
 
@@ -174,7 +173,7 @@ class HostTier:
         """There are no copies."""
         return False
 
-    @uninterrupted_block
+    @contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
         """Lend (nbytes,) uint8 of the budget. Blocks where memory is short."""
         buffer = self._working_set.reserve(nbytes)

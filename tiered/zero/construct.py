@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tiered.bytes.host_tensor import storage_address
-from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
@@ -107,7 +106,6 @@ class _Construction:
         self._tiers: dict[torch.device, HostTier | AcceleratorTier] = {}
         store.working_set.add_reclaimer(self._reclaim)
 
-    @uninterrupted
     def move_in(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         """Move ``parameter``, which ``module`` registers as ``name``, into the store; same object, same values."""
         with self.store.working_set.mark:
@@ -117,7 +115,6 @@ class _Construction:
             parameter.__class__ = TieredParameter
             return None
 
-    @uninterrupted
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` in a constructor: another key, of the value's shape, strides and dtype."""
         with self.store.working_set.mark:
@@ -138,7 +135,6 @@ class _Construction:
             gathered.release(())
             self.store.working_set.delete([old.key])
 
-    @uninterrupted
     def copy(self, segment: Segment) -> nn.Parameter:
         """``copy.deepcopy`` of a parameter in a constructor (TransformerEncoder's): another one, of equal values."""
         with self.store.working_set.mark:
@@ -232,7 +228,7 @@ class _Construction:
         self.is_open = False
 
 
-@uninterrupted_block
+@contextmanager
 def construct(store: Store, device: str | torch.device | None = None) -> Iterator[None]:
     """Build a model whose parameters live in ``store`` from the moment they are made.
 

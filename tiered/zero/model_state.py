@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from tiered.bytes.file_stream import FileMemory
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.units import format_bytes
@@ -325,7 +324,6 @@ class ModelValues:
         """Return the parameter that ``tensor`` of ``state`` stands for, None for a tensor that has its values."""
         return self._segments.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
 
-    @uninterrupted
     def read(self, segment: Segment) -> torch.Tensor:
         """Return the values of a parameter in DRAM, with its shape and strides: the store's own bytes, to be read.
 

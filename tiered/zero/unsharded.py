@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
-from tiered.bytes.interrupt import uninterrupted_block
 from tiered.errors import CapacityError, UsageError
 from tiered.units import format_bytes
 from tiered.zero.engine import Engine
@@ -16,7 +16,7 @@ from tiered.zero.parameters.unit import Segment, Unit, digest
 __all__ = ["accumulate", "unsharded"]
 
 
-@uninterrupted_block
+@contextmanager
 def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     """Make the parameters of ``module`` (and of the modules in it) ordinary, readable and writable ones.
 
@@ -59,7 +59,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             engine.masters.set_master(segment, None)
 
 
-@uninterrupted_block
+@contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
     """A backward inside this block only adds to the gradients; the first backward outside adds and updates.
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError, DeadlineError, TieredError, UsageError
 from tiered.store.format.root import Root
 from tiered.store.format.row import part_of
@@ -68,7 +67,6 @@ class Generations:
     def catalog_write_bytes(self) -> int:
         return 0 if self._committer is None else self._committer.catalog_write_bytes
 
-    @uninterrupted
     def commit(self, state: Mapping[str, Any] | None, *, wait: bool) -> int:
         """Seal, start to flush, and return the generation's number.
 
@@ -106,13 +104,11 @@ class Generations:
                 f" {self._working_set.generation}; open the store for this alone"
             )
 
-    @uninterrupted
     def commit_as_is(self) -> int:
         """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
         with self._turn, self._working_set.mark:
             return self._ready("commit").start(self.root.state)
 
-    @uninterrupted
     def wait(self) -> None:
         """Wait for the running commit, sealed or about to be, and raise if it failed."""
         with self._working_set.mark:
@@ -121,7 +117,6 @@ class Generations:
                 self._committer.wait()
         self._refusals.refuse()
 
-    @uninterrupted
     def roll_back(self) -> None:
         """Return to the last sealed generation, all that is registered included."""
         committer = self._ready("rollback")
@@ -135,7 +130,6 @@ class Generations:
             self._return(committer, user)
             self._load(registered)
 
-    @uninterrupted
     def resume(self) -> dict[str, Any]:
         """Load the last committed generation into all that is registered; return the caller's state."""
         committer = self._ready("resume")
@@ -164,7 +158,6 @@ class Generations:
                 stack.enter_context(returning())
             self.registry.load(registered)
 
-    @uninterrupted
     def drop_state(self, name: str) -> None:
         """Leave the state committed under ``name`` out of the next commit."""
         self._ready("drop_state")
@@ -251,7 +244,6 @@ class Generations:
                 failure = failure or error
         return failure
 
-    @uninterrupted
     def finish_at_exit(self) -> None:
         """End an unclosed store with the process: let a sealed generation become durable, and log what is lost."""
         try:
@@ -278,7 +270,6 @@ class DroppedKey:
         return f"dropped {self.name!r}: {format_bytes(self.nbytes)} in {where}"
 
 
-@uninterrupted
 def drop_damaged(
     working_set: Residency, streams: StreamedValues, generations: Generations, keys: Iterable[str]
 ) -> tuple[DroppedKey, ...]:

@@ -15,7 +15,6 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from tiered.bytes.host_tensor import address_of, storage_address
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import LeaseError, UsageError
 from tiered.store.residency.residency import Lease
 
@@ -109,7 +108,6 @@ class LeaseBlock:
             self._give_back()
             raise
 
-    @uninterrupted
     def _begin(self) -> torch.Tensor:
         self._lease = self._make_lease(self._key, self._mode)
         view = self._lease.tensor
@@ -132,7 +130,6 @@ class LeaseBlock:
                 _end_view(self._view, self._key)
             self._lease.release()
 
-    @uninterrupted
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

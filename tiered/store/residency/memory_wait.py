@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, DeadlineError
 from tiered.store.residency.entry import Entry, EntryState, Residence
 from tiered.store.residency.eviction import EvictionPolicy
@@ -64,7 +63,6 @@ class MemoryWait(SwapInOut):
 
     # Below: reservations
 
-    @uninterrupted
     def reserve(self, nbytes: int, *, is_lasting: bool = False) -> Buffer:
         """Lease ``nbytes`` of the arena for the caller's own use; blocks and evicts as a lease does.
 
@@ -99,7 +97,6 @@ class MemoryWait(SwapInOut):
                     self.users[this_thread()] += 1
             return buffer
 
-    @uninterrupted
     def unreserve(self, buffer: Buffer) -> None:
         """Give back a buffer of ``reserve``; no tensor on it may be alive. Works after close as well."""
         with self.mark, self.condition:
@@ -155,7 +152,6 @@ class MemoryWait(SwapInOut):
         finally:
             self._waits_for.pop(number, None)
 
-    @uninterrupted
     def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
         """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.
 

@@ -15,7 +15,6 @@ import torch
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import ClosedError, LeaseError
 from tiered.stats import WorkingSetStatistics
 from tiered.store.format.root import Root
@@ -119,7 +118,6 @@ class Residency(MemoryWait):
 
     # Below: leases
 
-    @uninterrupted
     def create(
         self,
         key: str,
@@ -148,7 +146,6 @@ class Residency(MemoryWait):
                 scratch = scratch or not self.durable
                 self.replace_entry(self.idle_entry(key, "replacement"), key, spec, scratch=scratch)
 
-    @uninterrupted
     def lease(self, key: str, mode: str) -> Lease:
         """Lease the tensor of ``key``: "r" shared, "rw" exclusive, "w" exclusive and undefined at first. Blocks.
 
@@ -183,7 +180,6 @@ class Residency(MemoryWait):
                     granted = self._grant(entry, "w", buffer, is_brief=False)
         return self.lease(key, "w") if granted is None else self._show(key, "w", granted)
 
-    @uninterrupted
     def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
         """Lease each of ``keys`` for "rw", or none; other threads that want them wait for the end, and are not refused.
 
@@ -214,7 +210,6 @@ class Residency(MemoryWait):
         """Release leases of ``lease_for_update``; none of their tensors writes any more."""
         self.released([lease.end() for lease in leases], is_written=True)
 
-    @uninterrupted
     def released(self, aliases: Sequence[Alias], *, is_written: bool = False, is_unchanged: bool = False) -> bool:
         """Note that leases were released; return whether their last tensors have died. Works after close as well."""
         if not self._process.is_here:
@@ -231,7 +226,6 @@ class Residency(MemoryWait):
             self.write_ahead()
         return have_ended
 
-    @uninterrupted
     def drop_bytes(self, key: str, lease: Lease | None = None) -> None:
         """Drop the bytes of scratch ``key``, unwritten, and its device space; release ``lease``, which has them.
 
@@ -377,7 +371,6 @@ class Residency(MemoryWait):
 
     # Below: hints
 
-    @uninterrupted
     def prefetch(self, keys: Iterable[str], beside: Mapping[str, int] | None = None) -> int:
         """Start to swap in ``keys``, in order, up to the first that does not fit. A hint: never blocks on I/O.
 
@@ -389,7 +382,6 @@ class Residency(MemoryWait):
         with self.mark:
             return self._prefetch(names, beside or {})
 
-    @uninterrupted
     def swap_out(self, keys: Iterable[str]) -> None:
         """Start to write the dirty ones of ``keys``; make the clean ones the first candidates for eviction.
 
@@ -409,7 +401,6 @@ class Residency(MemoryWait):
         """Make ``keys`` ordinary again. KeyError."""
         self.hold(keys, held=False)
 
-    @uninterrupted
     def hold(self, keys: Iterable[str], *, held: bool = True) -> None:
         """Keep ``keys`` resident for good once they are; they are written by commits only. KeyError."""
         names = list(keys)
@@ -452,7 +443,6 @@ class Residency(MemoryWait):
             entry = self.entries.get(key)
         return entry is not None and not entry.is_settled
 
-    @uninterrupted
     def delete(self, keys: Iterable[str]) -> None:
         """Drop ``keys`` and their bytes; a commit makes it durable. KeyError; LeaseError when leased for writing."""
         self.check(writing=True)
@@ -463,7 +453,6 @@ class Residency(MemoryWait):
                     if not self._remove(key):
                         raise KeyError(key)
 
-    @uninterrupted
     def statistics(self) -> WorkingSetStatistics:
         """Return a snapshot."""
         with self.mark, self.condition:

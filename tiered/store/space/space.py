@@ -14,7 +14,6 @@ from typing import Protocol
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, Page, Row, join
@@ -367,7 +366,6 @@ class Space:
             is_checked_by_owner=is_checked_by_owner,
         )
 
-    @uninterrupted
     def reserve(self, nbytes: int, *, scratch: bool) -> None:
         """Grow files until ``nbytes`` can be written on top of earlier promises. Raises CapacityError."""
         with self._condition:

@@ -19,7 +19,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.bytes.host_tensor import address_of
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
@@ -107,7 +107,6 @@ _NUM_LOOKED_UP = 1024  # keys that are sorted by place at a time
 _NUM_AHEAD = 64  # keys that are prefetched
 
 
-@uninterrupted
 def get_many(values: Values, keys: Iterable[str]) -> dict[str, torch.Tensor]:
     """Return copies of the tensors of ``keys``, in their order; blocks. KeyError before anything is read."""
     working_set = values.working_set
@@ -239,7 +238,6 @@ def _place(row: Row) -> Extent:
 # -- put_many ----------------------------------------------------------------------------------------------------------
 
 
-@uninterrupted
 def put_many(values: Values, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Put each of ``pairs``, in order; blocks. Where one fails, all before it are put and none after it."""
     values.working_set.check(writing=True)

@@ -21,7 +21,7 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import address_of, copy_contiguous
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import INLINE_NBYTES, Extent, ExternalRange, Page, Row, Spec, cut, join, part_of, pieces
@@ -403,7 +403,6 @@ class PartValues:
         self._condition = working_set.condition
         self._writing: set[str] = set()  # keys
 
-    @uninterrupted
     def read(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return the elements [start, stop) of the flattened tensor of ``key``, on the CPU; blocks.
 
@@ -475,7 +474,6 @@ class PartValues:
         with self._condition:
             self._working_set.streamed_in_bytes += flat.numel()
 
-    @uninterrupted
     def write(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see PartWrite."""
         plain = plain_value(key, value)

@@ -16,7 +16,6 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import copy_contiguous
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
 from tiered.store.format.row import Extent, Row, Spec, part_of
@@ -104,7 +103,6 @@ class StreamedValues:
         with self._condition:
             self._working_set.streamed_in_bytes += row.nbytes
 
-    @uninterrupted
     def verify(self, only: Sequence[str] | None = None) -> VerifyReport:
         """Read every block that is on the devices, committed or newer, of every key or of ``only``; blocks.
 

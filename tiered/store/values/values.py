@@ -11,7 +11,6 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, copy_contiguous
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
 from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec
@@ -48,7 +47,6 @@ class Values:
         self._streams = streams
         self._most_resident_nbytes = working_set.budget_bytes // 4
 
-    @uninterrupted
     def put(self, key: str, value: torch.Tensor, block_nbytes: int | None = None) -> None:
         """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
 
@@ -147,7 +145,6 @@ class Values:
         """Whether a put of ``spec`` goes on with ``entry``."""
         return entry.spec == spec and entry.scratch is not self.working_set.durable
 
-    @uninterrupted
     def get(
         self, key: str, *, out: torch.Tensor | None = None, device: torch.device | str | int | None = None
     ) -> torch.Tensor:
@@ -227,7 +224,6 @@ def _copy_and_digest(
     return bytes(digests)
 
 
-@uninterrupted
 def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
     """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
 

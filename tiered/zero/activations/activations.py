@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tiered.bytes.interrupt import INTERRUPTS, outside
+from tiered.bytes.interrupt import outside
 from tiered.errors import UsageError
 from tiered.units import format_bytes
 from tiered.zero.activations.swapped_activations import FreedObjects, SwappedActivations, SwappedTensor
@@ -231,21 +231,19 @@ class Activations:
                 if swapped is not None:
                     return swapped
             counted = _KeptStorage()
-            with INTERRUPTS:
-                self._kept[address] = weakref.ref(counted)
-                self._kept_bytes += nbytes
-                self._freed.watch(counted, (address, nbytes))
+            self._kept[address] = weakref.ref(counted)
+            self._kept_bytes += nbytes
+            self._freed.watch(counted, (address, nbytes))
         return Kept(tensor, counted)
 
     def _forget_ended(self) -> None:
         """Take the storages that are not kept any more out of the count."""
-        with INTERRUPTS:
-            while (ended := self._freed.next_freed()) is not None:
-                address, nbytes = ended
-                self._kept_bytes -= nbytes
-                reference = self._kept.get(address)
-                if reference is not None and reference() is None:
-                    del self._kept[address]
+        while (ended := self._freed.next_freed()) is not None:
+            address, nbytes = ended
+            self._kept_bytes -= nbytes
+            reference = self._kept.get(address)
+            if reference is not None and reference() is None:
+                del self._kept[address]
 
 
 class _KeptStorage:

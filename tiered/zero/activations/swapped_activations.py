@@ -17,7 +17,6 @@ import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import CapacityError, UsageError
 from tiered.store.residency.lease_view import is_read_only
 from tiered.tiers.compute_tier import bytes_of
@@ -153,7 +152,6 @@ class SwappedActivations:
         self._num_in_step = 0
         self.sweep()
 
-    @uninterrupted
     def pack(self, tensor: torch.Tensor) -> SwappedTensor | None:
         """Put the bytes under ``tensor`` into the store and return a reference; None if they stay in memory.
 
@@ -179,7 +177,6 @@ class SwappedActivations:
                 found = self._put(tensor, version, digest)
             return None if found is None else SwappedTensor(self, found, tensor)
 
-    @uninterrupted
     def bytes_of(self, storage: SwappedStorage) -> torch.Tensor:
         """Return the bytes, (shift + nbytes,) uint8: the arena's own, or a copy where the budget has no room for them.
 
@@ -209,7 +206,6 @@ class SwappedActivations:
                 copy: torch.Tensor = engine.store[storage.key]
                 return copy.to(engine.tier.device)
 
-    @uninterrupted
     def sweep(self) -> None:
         """Delete the keys that nothing refers to any more, but for those whose write is in flight."""
         with self._engine.working_set.mark:
@@ -226,7 +222,6 @@ class SwappedActivations:
             for item in busy:
                 self._unswept.put(item)
 
-    @uninterrupted
     def reset(self) -> None:
         """Forget everything: the store was rolled back, or closes. References raise from now on."""
         with self._engine.working_set.mark:
@@ -295,7 +290,6 @@ class SwappedActivations:
             self._engine.working_set.release_hold([oldest])
             self._engine.working_set.swap_out([oldest])
 
-    @uninterrupted
     def _reclaim(self, nbytes: int) -> bool:
         """Give the working set a key back: the oldest held one begins to be written. See ``add_reclaimer``."""
         with self._engine.working_set.mark:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
@@ -126,7 +125,6 @@ class Backward:
         if self._is_running or self._phase.is_between:
             self._why = self._tier.note_dials(error, "a backward")
 
-    @uninterrupted
     def settle(self) -> None:
         """Notice a backward that failed: its end was never reported. A refused backward has harmed nothing."""
         with self._units[0].working_set.mark:
@@ -180,7 +178,6 @@ class Backward:
         self._phase.done.add(unit)
         self.submit(unit)
 
-    @uninterrupted
     def _accumulating(self, segment: Segment) -> None:
         """Autograd is about to accumulate the gradient of ``segment``."""
         with self._units[0].working_set.mark:
@@ -194,7 +191,6 @@ class Backward:
             segment.unit.gradients.recall(segment)
             self._is_harmful = True
 
-    @uninterrupted
     def _accumulated(self, segment: Segment) -> None:
         """Autograd has accumulated the gradient of ``segment``."""
         with self._units[0].working_set.mark:
@@ -228,7 +224,6 @@ class Backward:
                 return False
         return True
 
-    @uninterrupted
     def _ended(self) -> None:
         """A graph task of this backward is over."""
         with self._units[0].working_set.mark:

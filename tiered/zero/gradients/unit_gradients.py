@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
-from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.model_gradients import ModelGradients, TakenGradients
@@ -135,7 +135,7 @@ class UnitGradients:
             self.reconcile()  # order: before autograd adds, it must not lie where another's gradient will
 
     def adopt(self, segment: Segment) -> None:
-        """Take over the gradient that autograd has accumulated in ``.grad``; the caller is uninterrupted."""
+        """Take over the gradient that autograd has accumulated in ``.grad``."""
         self.num_accumulating = max(0, self.num_accumulating - 1)
         with without_dispatch():
             gradient = segment.parameter.grad
@@ -182,7 +182,6 @@ class UnitGradients:
             self.sources.pop(segment, None)
         segment.has_gradient = True
 
-    @uninterrupted
     def open(self) -> torch.Tensor:
         """Return the buffer, (nbytes,) uint8, where ``.grad`` shows what was stored, or lay beside it. Blocks."""
         with self.working_set.mark, without_dispatch():
@@ -252,7 +251,7 @@ class UnitGradients:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    @uninterrupted_block
+    @contextmanager
     def lent(self, segment: Segment) -> Iterator[torch.Tensor]:
         """Lend the gradient of ``segment`` for reading; a stored one is swapped in for as long, and stays stored.
 
@@ -306,7 +305,6 @@ class UnitGradients:
 
     # -- the caller's own changes --------------------------------------------------------------------------------
 
-    @uninterrupted
     def reconcile(self) -> None:
         """Take note of the caller's own changes to ``.grad``: another tensor is taken over, None drops the gradient.
 
@@ -386,7 +384,6 @@ class UnitGradients:
 
     # -- to NVMe, to an update, to the end -----------------------------------------------------------------------
 
-    @uninterrupted
     def store_away(self) -> bool:
         """Give the buffer to the working set and leave stand-ins; return whether there was anything to give."""
         if self.state is not GradientState.LEASED:
@@ -439,7 +436,6 @@ class UnitGradients:
             self.model.rooms.filled.add(self.key)  # of the schedule's: no DRAM is due for it
         return taken
 
-    @uninterrupted
     def drop(self, *, used: bool = False) -> None:
         """Forget the gradients; bytes a caller still sees live as long as its view.
 

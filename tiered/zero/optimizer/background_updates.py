@@ -18,7 +18,7 @@ import torch
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.exit_and_fork import at_exit
-from tiered.bytes.interrupt import INTERRUPTS, uninterrupted
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError, DeviceError
 from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 from tiered.store.waiting.deadline import Deadline
@@ -104,7 +104,6 @@ class UpdateThread(Updates):
             self.wait_for_all()
         self.raise_failure()
 
-    @uninterrupted
     def submit(self, update: UnitUpdate, *, is_settled: bool = False) -> None:
         """Hand ``update`` over; does not block. Its unit has none pending. DeviceError where no thread can start.
 
@@ -235,7 +234,6 @@ class UpdateThread(Updates):
         """Return whether an update of ``unit`` is pending. Any thread, without the lock."""
         return unit in self._queue or ((running := self._running) is not None and running.unit is unit)
 
-    @uninterrupted
     def _wait(self, is_over: Callable[[], bool], subject: str, reason: Wait = Wait.UPDATE) -> None:
         self.nested_calls.refuse()
         with self._working_set.mark:

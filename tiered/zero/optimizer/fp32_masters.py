@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 
 from tiered.bytes.host_tensor import copy_across
-from tiered.bytes.interrupt import uninterrupted
 from tiered.store.residency.lease_view import Mode
 from tiered.store.store import Store
 from tiered.units import round_up
@@ -82,7 +81,6 @@ class Masters:
         self._store.working_set.delete(keys)
         self._replaced.difference_update(unit.segments)
 
-    @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
         unit = segment.unit

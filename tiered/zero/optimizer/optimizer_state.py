@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tiered.bytes.file_stream import FileMemory
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.store.residency.lease_view import Mode
 from tiered.store.store import Store
@@ -284,7 +283,6 @@ class OptimizerState:
         with contextlib.closing(memory) if memory is not None else contextlib.nullcontext():
             return {index: self.gather(segment, memory) for index, segment in kept.items()}
 
-    @uninterrupted
     def gather(self, segment: Segment, memory: FileMemory | None = None) -> dict[str, torch.Tensor]:
         """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides.
 
@@ -314,7 +312,6 @@ class OptimizerState:
             step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
             return {"step": step, **shaped}
 
-    @uninterrupted
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Raise UsageError for a master in ``state`` whose rounding is not the parameter as it is now."""
         with self._store.working_set.mark:
@@ -333,7 +330,6 @@ class OptimizerState:
                         )
                     mine = None  # type: ignore[assignment]  # lifetime: nothing may see the leased bytes at the end
 
-    @uninterrupted
     def scatter(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Replace the state by one that ``gather`` returned, or by that of a fresh parameter (None).
 
@@ -367,7 +363,6 @@ class OptimizerState:
                         self._attach(tile, master, hi[start:stop])
                     tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
-    @uninterrupted
     def reset(self, segment: Segment) -> None:
         """Make the moments and the step count of ``segment`` zero; the master stays."""
         with self._store.working_set.mark:
@@ -379,7 +374,6 @@ class OptimizerState:
                 tile.clear_moments()
                 tile = None  # type: ignore[assignment]  # lifetime: as above
 
-    @uninterrupted
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
         with self._store.working_set.mark:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.optim.optimizer import Optimizer
 
-from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.store.store import Store
 from tiered.zero.engine import Engine
@@ -496,7 +495,7 @@ class StateAccess(Optimizer):
                     " changed; expected parameters that the optimizer was given"
                 )
             segments.append(segment)
-        with INTERRUPTS, torch.no_grad():
+        with torch.no_grad():
             for segment in segments:
                 self._state.reset(segment)
 
@@ -529,7 +528,7 @@ class StateAccess(Optimizer):
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
-        with INTERRUPTS, torch.no_grad():
+        with torch.no_grad():
             with without_dispatch():
                 groups, states = self._reader().loaded(state_dict)
             for segment, state in states.items():  # order: all that may refuse first

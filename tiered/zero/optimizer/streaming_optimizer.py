@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered.bytes.interrupt import INTERRUPTS, outside, uninterrupted
+from tiered.bytes.interrupt import outside
 from tiered.errors import UsageError
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
@@ -138,7 +138,6 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if value not in known:
             raise UsageError(f"{self.title}({name}={value!r}); expected one of {', '.join(map(repr, known))}")
 
-    @uninterrupted
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's optimizers do; one of sharded parameters also later, which the next step updates.
 
@@ -187,7 +186,6 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._engine = next(iter(engines), None)
         return found
 
-    @uninterrupted
     def _attach(self) -> None:
         """Lay the state out, create it or adopt it, and register for the store's commits."""
         pairs = [zip(group["params"], group.get("param_names", ()), strict=False) for group in self.param_groups]
@@ -267,7 +265,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             return None
         with torch.enable_grad():
             loss = None if closure is None else outside(closure)
-        with INTERRUPTS, self._store.working_set.mark, torch.no_grad():
+        with self._store.working_set.mark, torch.no_grad():
             if self.in_backward:
                 self._check_unchanged()
             if self._plain is not None:
@@ -293,7 +291,6 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             raise
         engine.step_ended()
 
-    @uninterrupted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them; sharded parameters have none after ``step``."""
         with self._store.working_set.mark:

@@ -13,13 +13,13 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tiered.bytes.interrupt import uninterrupted, uninterrupted_block
 from tiered.errors import UsageError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
@@ -156,7 +156,6 @@ class ModuleCalls:
 
     # -- module calls --------------------------------------------------------------------------------------------
 
-    @uninterrupted
     def begin_call(self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before the forward of ``module``, whose ``unit`` it is if it is one's; return the arguments to call it with.
 
@@ -169,7 +168,6 @@ class ModuleCalls:
             self._begin(module, unit)
             return changed
 
-    @uninterrupted
     def end_call(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After the forward of ``module``, also one that failed.
 
@@ -266,7 +264,7 @@ class ModuleCalls:
 
     # -- methods -------------------------------------------------------------------------------------------------
 
-    @uninterrupted_block
+    @contextmanager
     def running(self, module: nn.Module, unit: Unit | None) -> Iterator[Callable[[Any], Any]]:
         """A method of ``module`` runs; its output goes through the function that this block gives.
 

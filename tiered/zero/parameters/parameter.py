@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from tiered.bytes.interrupt import INTERRUPTS, outside
+from tiered.bytes.interrupt import outside
 from tiered.errors import UsageError
 from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, name_of, without_dispatch
 from tiered.zero.parameters.unit import ordinary_tensors
@@ -97,7 +97,7 @@ class TieredParameter(nn.Parameter):
             return _ViewWithoutValues.of(first, refusal)
         owner: Any = first.segment.unit.owner
         access = owner.access if len(parameters) == 1 else _access_all
-        with INTERRUPTS, access([each.segment for each in parameters], func, args, kwargs), without_dispatch():
+        with access([each.segment for each in parameters], func, args, kwargs), without_dispatch():
             if func == _GET_DATA:  # shares the version counter, so that a write through it is noticed
                 return args[0].detach()
             if func == _SET_DATA:  # the bytes stay the store's own

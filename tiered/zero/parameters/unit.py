@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import xxhash
 
-from tiered.bytes.interrupt import uninterrupted
 from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.residency import Residency
@@ -235,7 +234,6 @@ class Unit:
 
     # -- leasing -------------------------------------------------------------------------------------------------
 
-    @uninterrupted
     def open(self, mode: str = "r") -> list[torch.Tensor]:
         """Lease the bytes if they are not leased and return the spans: (nbytes,) uint8 each. Blocks on a swap in.
 
@@ -244,7 +242,6 @@ class Unit:
         with self.working_set.mark:
             return self._open(mode)
 
-    @uninterrupted
     def show(self, mode: str = "r") -> None:
         """Make the parameters views of the leased bytes."""
         with self.working_set.mark:
@@ -273,7 +270,6 @@ class Unit:
             self._opened = self.working_set.recorder.begin()
         return buffer.tensors
 
-    @uninterrupted
     def park(self) -> bool:
         """Point the parameters at placeholders and give the leases back; return False while an operation runs.
 
