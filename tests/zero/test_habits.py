@@ -219,8 +219,6 @@ def test_closures_and_hooks_of_optimizers(update: str, tmp_path: Path) -> None:
     assert calls == ["pre", "post"] * recipe.num_steps
 
 
-
-
 def test_unsharded_reads_and_writes(tmp_path: Path) -> None:
     with debug_store(tmp_path, durable=False) as store:
         session = start(CASES["gpt"], Recipe(num_steps=2), store)

@@ -125,4 +125,3 @@ def read_resident(
         return copy(spec, alias.residence.buffer)
     finally:
         working_set.end_brief(alias)
-
