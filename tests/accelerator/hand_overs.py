@@ -25,7 +25,7 @@ from tiered.store.residency.entry import Alias
 from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import Transfer
 from tiered.tiers.copies import Copies
-from tiered.zero.optimizer import update_thread
+from tiered.zero.optimizer import background_updates
 
 __all__ = ["watch"]
 
@@ -144,7 +144,7 @@ def _watch_locks(sim: ModuleType, patches: _Patches) -> None:
         for name in ("_lock", "_sweeping"):
             setattr(copies, name, _Lock(sim, getattr(copies, name)))
 
-    patches.set(update_thread, "Condition", Ordered)
+    patches.set(background_updates, "Condition", Ordered)
     patches.around(Copies, "__init__", after=guard)
 
 
