@@ -340,11 +340,14 @@ class UpdateThread(Updates):
 
     def _update_buckets(self, update: UnitUpdate) -> None:
         sources = update.begin()
-        for buckets in update.rounds():
-            if self._is_cancelled:
-                raise _CancelledError
-            self._pipeline.update(buckets, sources, update.schedule)
-            self._num_buckets += len(buckets)  # a sign of progress
+        try:
+            for buckets in update.rounds():
+                if self._is_cancelled:
+                    raise _CancelledError
+                self._pipeline.update(buckets, sources, update.schedule)
+                self._num_buckets += len(buckets)  # a sign of progress
+        finally:
+            sources.clear()
 
     def _notify(self) -> None:
         with self._condition:
