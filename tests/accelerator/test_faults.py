@@ -46,7 +46,7 @@ def begun(store: tiered.Store, update: str = "step", **options: Any) -> Session:
 
 
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
-@pytest.mark.parametrize("at", [1, 3, 8, 13])
+@pytest.mark.parametrize("at", [1, 3, 8, 13, 15, 19])
 def test_a_failed_copy_costs_one_step(at: int, update_on: str, sim: ModuleType, tmp_path: Path) -> None:
     budget = smallest_device_memory("gpt", Recipe(), tmp_path / "refused", **(OPTIONS | {"update_on": update_on}))
     with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget) as store:

@@ -8,7 +8,7 @@ and back bucket by bucket, in memory that is set aside for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -405,9 +405,10 @@ class DevicePlace:
         return buffer.tensor
 
     def put_back(self, leases: Iterable[Lease]) -> None:
-        """Copy the bytes back; each lease ends with its copy."""
-        for lease in leases:
-            self._put_back(lease)
+        """Copy the bytes back; each lease ends with its copy, also where another's copy fails."""
+        with ExitStack() as each:
+            for lease in leases:
+                each.callback(self._put_back, lease)
 
     def _put_back(self, lease: Lease) -> None:
         buffer = self._brought.pop(lease, None)

@@ -243,10 +243,12 @@ class UnitUpdate:
         """Give everything back; nothing may see the views that ``begin`` returned."""
         self.schedule.take_back(self.keys)
         leases, self._leases = self._leases, []
-        self._place.put_back(leases)
-        if leases and not self.schedule.is_settled:
-            self.unit.working_set.swap_out([lease.key for lease in leases])
-        self.gradients.delete()
+        try:
+            self._place.put_back(leases)
+            if leases and not self.schedule.is_settled:
+                self.unit.working_set.swap_out([lease.key for lease in leases])
+        finally:
+            self.gradients.delete()
         self._place.settle(self.keys)  # order: who waits for this update may read, and commit, the bytes in DRAM
 
 
