@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import tiered
 from tiered.bytes.interrupt import Interrupts
-from tiered.store.catalog import sqlite_catalog
 
 __all__ = ["ctrl_c_once_it_waits", "in_ours", "interrupt_at"]
 
@@ -72,9 +71,8 @@ class interrupt_at:
 
 
 def _is_in_finalizer(frame: FrameType | None) -> bool:
-    """Whether a ``weakref.finalize`` or callback runs: what is raised there is printed and raised nowhere."""
-    codes = (weakref.finalize.__call__.__code__, sqlite_catalog._forget.__code__)
-    while frame is not None and frame.f_code not in codes:
+    """Whether a ``weakref.finalize`` runs: what is raised there is printed and raised nowhere."""
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
         frame = frame.f_back
     return frame is not None
 
