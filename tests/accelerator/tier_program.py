@@ -254,7 +254,13 @@ def gradients(r: Rig) -> None:
     lent.use()
     lent.tensor.square()
     lent.release()
-    r.tier.gradients("h", "rw").discard()
+    last = r.tier.gradients("h", "rw")
+    last.use()
+    last.tensor.add_(1)
+    last.store()
+    r.tier.drop_bytes("h")
+    r.make("in its place")
+    r.tier.gradients("g", "rw").discard()
 
 
 def scratch(r: Rig) -> None:
