@@ -16,7 +16,7 @@ from tests.store.rig import numbers, simulated_store
 from tests.store.test_interrupts import BUDGET_NBYTES, CALLS, NUM_TRIED, STORED, Call, num_places, stored_disk
 from tiered.errors import CapacityError, DeviceError, UsageError
 from tiered.store.store import Store
-from tiered.store.waiting.mark import CallMark
+from tiered.store.waiting.refusals import CallMark
 from tiered.units import KiB
 
 

@@ -23,8 +23,7 @@ from tiered.store.space.space import Space
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.values import Values
 from tiered.store.waiting.deferred_seal import Producers
-from tiered.store.waiting.mark import CallMark
-from tiered.store.waiting.refusals import Refusals
+from tiered.store.waiting.refusals import CallMark, Refusals
 
 __all__ = ["Resources", "assemble", "warn_of_nested_close"]
 

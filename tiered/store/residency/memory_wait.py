@@ -21,8 +21,8 @@ from tiered.store.residency.swap_in_out import Shortage, SwapInOut
 from tiered.store.transfers.transfer import SLAB_NBYTES, start_all
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
-from tiered.store.waiting.mark import CallMark
 from tiered.store.waiting.recorder import Wait
+from tiered.store.waiting.refusals import CallMark
 from tiered.units import format_bytes
 
 __all__ = ["Callbacks", "MemoryWait"]
