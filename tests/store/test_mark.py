@@ -148,7 +148,20 @@ def raised_by_a_thread(mark: CallMark, error: type[BaseException]) -> None:
         target=lambda: ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(me), ctypes.py_object(error))
     )
     namespace["start"] = thread.start
-    exec("with mark:\n    start()\n    while True:\n        len('')", namespace)
+    try:
+        exec("with mark:\n    start()\n    while True:\n        len('')", namespace)
+    finally:
+        thread.join()
+
+
+def test_one_that_comes_while_a_failed_lookup_is_handled_is_the_one_raised() -> None:
+    mark = CallMark()
+    with pytest.raises(TimeLimit), mark:
+        try:
+            {}["nothing"]
+        except KeyError:
+            raise TimeLimit  # noqa: B904 - as another thread does
+    assert mark.reason == "TimeLimit()"
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, IndexError, TimeoutError, MemoryError, SystemExit, TimeLimit])

@@ -73,7 +73,11 @@ class CallMark:
 
 
 def _stranger(error: BaseException | None) -> BaseException | None:
-    """Return the first of ``error`` and those in whose handling it came that the code which runs does not expect."""
+    """Return the first of ``error`` and those in whose handling it came that the code which runs does not expect.
+
+    A type that is neither Python's nor torch's never follows from half of a change. One that came while a failed lookup
+    was handled (``except KeyError``) is what was raised from outside, and the lookup's error is not.
+    """
     before: list[FrameType] = []  # that the error which came in its handling has passed
     found: BaseException | None = None
     while error is not None:
@@ -87,7 +91,8 @@ def _stranger(error: BaseException | None) -> BaseException | None:
             trace = trace.tb_next
         if before and (not frames or frames[0] not in before):  # the caller handles it, further out
             return found
-        if not isinstance(error, TieredError) and not _is_meant(error, frames, is_raised=is_raised):
+        is_later = found is None or _is_known(found) or not _is_known(error)
+        if is_later and not isinstance(error, TieredError) and not _is_meant(error, frames, is_raised=is_raised):
             found = error
         cause = error.__cause__
         if cause is not None:  # handled on purpose
