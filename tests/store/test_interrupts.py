@@ -140,6 +140,32 @@ def _assert_holds(store: Store, values: dict[str, torch.Tensor], hits: list[str]
     assert all(torch.equal(store[key], value) for key, value in values.items()), hits
 
 
+@pytest.mark.parametrize("name", ["put", "puts that evict", "lease rw", "commit"])
+def test_an_action_that_is_set_after_the_opening_waits_for_the_end_of_the_next_call(name: str) -> None:
+    class TimeLimit(Exception):
+        pass
+
+    def act(number: int, frame: object) -> None:
+        raise TimeLimit
+
+    most, num_raised = num_places(CALLS[name]), 0
+    before = signal.getsignal(signal.SIGINT)
+    with simulated_store(stored_disk(), budget_nbytes=BUDGET_NBYTES, deadline_s=2.0) as store:
+        for number in range(1, most, max(1, most // 20)):
+            signal.signal(signal.SIGINT, act)
+            try:
+                with interrupt_at(number):
+                    CALLS[name](store)
+            except TimeLimit:
+                num_raised += 1
+        signal.signal(signal.SIGINT, act)
+        with pytest.raises(TimeLimit), interrupt_at(10):
+            store.close()
+        store.close()
+    assert num_raised > 5 and signal.getsignal(signal.SIGINT) is act
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_anywhere_in_close_leaves_a_store_that_can_be_closed() -> None:
     """And that commits then what the first close would have."""
     new, has_changed = numbers(12 * KiB, 18), False

@@ -64,8 +64,8 @@ class Interrupts:
     """The actions that wait for the end of a call of ours. There is one object, INTERRUPTS.
 
     ``signal.getsignal`` shows an action of ours while an object that has begun this lives, for each signal whose action
-    was a function of Python, KeyboardInterrupt's or the program's own. An action that the program sets later stands
-    alone until the main thread opens a store or waits. In other threads, in which Python runs no action, nothing waits.
+    was a function of Python, KeyboardInterrupt's or the program's own. One that the program sets later has ours before
+    it from the main thread's next call of a store on. In other threads, in which Python runs no action, nothing waits.
     """
 
     __slots__ = ("_noted", "_users", "_watch", "thread")
@@ -79,7 +79,7 @@ class Interrupts:
     def begin(self, user: object) -> None:
         """Have actions wait for the end of calls of ours as long as ``user`` lives, or until its ``end``."""
         self._users.add(user)
-        self._stand_before_actions()
+        self.stand_before_actions()
 
     def end(self, user: object) -> None:
         """Give the actions back to the interpreter once no user is left."""
@@ -93,7 +93,8 @@ class Interrupts:
             if action is not ours:
                 _signal.signal(number, action)  # order: one that comes from here on runs at once
 
-    def _stand_before_actions(self) -> None:
+    def stand_before_actions(self) -> None:
+        """Put ours before an action that the program has set since: at the start of each call, and before a wait."""
         if get_ident() != self.thread or not self._users:
             return
         for number in _NUMBERS:
@@ -108,7 +109,7 @@ class Interrupts:
 
     def acquire(self, lock: Acquirable, timeout_s: float | None = None) -> bool:
         """Acquire ``lock`` as itself does; in the main thread, the action of a signal may raise instead."""
-        self._stand_before_actions()
+        self.stand_before_actions()
         self.look()  # order: a signal that comes from here on acts at once
         return lock.acquire(timeout=-1 if timeout_s is None else timeout_s)
 

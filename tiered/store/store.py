@@ -325,6 +325,7 @@ class Store(TensorMapping):
             return  # nothing of it is the child's to close
         if refusals.nested_calls.is_inside() or self._producers.is_inside() or self._closing.is_held_here():
             return warn_of_nested_close(repr(self))
+        INTERRUPTS.stand_before_actions()
         with self._closing:
             if self._is_released:
                 return

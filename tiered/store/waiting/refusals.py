@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.exit_and_fork import after_fork, this_process
-from tiered.bytes.interrupt import Interrupts
+from tiered.bytes.interrupt import INTERRUPTS, Interrupts
 from tiered.errors import CapacityError, ClosedError, DeviceError, TieredError, UsageError
 from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 
@@ -158,7 +158,11 @@ class Refusals:
         after_fork(self, Refusals._note_fork)
 
     def check(self, *, writing: bool = False) -> None:
-        """Raise where a call, one that writes if ``writing``, cannot be served. Not for callers under the lock."""
+        """Raise where a call, one that writes if ``writing``, cannot be served. Not for callers under the lock.
+
+        Actions of signals that the program has set since the last call wait for the end of this one.
+        """
+        INTERRUPTS.stand_before_actions()
         if self._is_held_here() or CRITICAL_SECTION.is_inside():
             self.nested_calls.refuse()
         if self.service is not Service.SERVES or self.mark.reason:
