@@ -53,6 +53,7 @@ class MemoryWait(SwapInOut):
     check: Callable[..., None]  # raises where a call cannot be served; see ``Refusals.check``
     mark: CallMark
     callbacks: weakref.ref[Callbacks]
+    deadline_s: float
 
     def __init__(self) -> None:
         super().__init__()

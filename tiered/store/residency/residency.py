@@ -10,6 +10,7 @@ import ctypes
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 
 import torch
 
@@ -543,6 +544,29 @@ class Residency(MemoryWait):
 
     # Below: the deferred seal
 
+    def await_seal(self) -> None:
+        """Wait until no seal is pending, before a change of the contents of commits; not under the lock.
+
+        The producer's thread does not wait. The thread that committed serves it meanwhile, and gets its error. Other
+        threads cannot serve it with memory: they wait, with a deadline, and go on whether or not it failed. Raises the
+        error of the producer or of the seal; DeadlineError.
+        """
+        producer = self._producer
+        if producer is None and self._failed is not None:
+            producer = self._failed()
+        if producer is None or producer.is_this_thread():
+            return
+        if self._thread == get_ident():
+            self._failed = None  # it is raised here, or was by the producer
+            producer.finish_all()
+            self._end_seal()  # of a seal that an interrupt kept from being handed over
+            return
+        deadline = Deadline(f"seal of generation {self._deferred_generation}", self.deadline_s)
+        with self.condition:
+            while self._producer is not None:
+                progress = self._num_leases, self.space.progress.num_blocks, self.commit_progress()
+                deadline.wait(self.condition, progress, at_most_s=self.deadline_s / 8)
+
     def _await_seal_for(self, *keys: str, is_new: bool = False) -> None:
         """Await the seal before a change of ``keys``, unless no commit contains them, nor will as ``is_new``."""
         if self.must_await_seal or self._failed is not None:
@@ -550,9 +574,6 @@ class Residency(MemoryWait):
                 entries = [self.entries.get(key) for key in keys]
             if is_new or any(entry is not None and not entry.scratch for entry in entries):
                 self.await_seal()
-
-    def progress(self) -> object:
-        return self._num_leases, self._num_landed, self.commit_progress()
 
 
 def _refuse_swap_in(entry: Entry, reading: Transfer | None, swaps_in: Callable[[Entry], bool] | None) -> None:

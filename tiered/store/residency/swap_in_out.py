@@ -57,7 +57,6 @@ class SwapInOut(Eviction):
         self.num_writing = 0
         self.write_error: Exception | None = None
         self.sealed_error: Exception | None = None  # of a write that belongs to the running commit
-        self._num_landed = 0  # or failed; a sign of progress
         self._swapped_out = [0, 0]  # bytes, number of tensors
         self._swapped_in = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}
         self._ahead: OrderedDict[Entry, Transfer] = OrderedDict()  # reads ahead that were not started
@@ -269,7 +268,6 @@ class SwapInOut(Eviction):
         with self.condition:
             self.writing_bytes -= entry.nbytes
             self.num_writing -= 1
-            self._num_landed += 1
             self.departing.discard(entry)
             if transfer.error is None:
                 self.landed(entry, dataclasses.replace(transfer.row, digests=bytes(transfer.digests)))

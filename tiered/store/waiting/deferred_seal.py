@@ -14,7 +14,6 @@ from typing import Protocol
 
 from tiered.bytes.condition import Condition
 from tiered.store.waiting.calling_thread import NestedCalls
-from tiered.store.waiting.deadline import Deadline
 
 __all__ = ["DeferredSeal", "Producer", "Producers"]
 
@@ -101,12 +100,11 @@ class DeferredSeal:
 
     The invariant: *from the call of commit to its seal only the producer's thread changes what a commit contains*. The
     generation then holds the state of the call, and the bytes that the producer makes of it. Other threads ask
-    ``must_await_seal``, under the lock where the answer must hold, and call ``await_seal`` first. The producer reports
-    its own failures.
+    ``must_await_seal``, under the lock where the answer must hold, and call ``Residency.await_seal`` first. The
+    producer reports its own failures.
     """
 
     condition: Condition  # the one lock of the store
-    deadline_s: float
 
     def __init__(self) -> None:
         self._producer: Producer | None = None  # None: no seal is pending
@@ -120,10 +118,6 @@ class DeferredSeal:
         """Whether the caller's thread must not change the contents of a commit now."""
         producer = self._producer
         return producer is not None and not producer.is_this_thread()
-
-    def progress(self) -> object:
-        """Return a value that changes as long as a producer comes closer to its end; with the lock."""
-        raise NotImplementedError
 
     def announce_seal(self, producer: Producer, generation: int) -> None:
         """Under the lock: the seal of ``generation`` is pending from now on; ``hand_over_seal`` must follow."""
@@ -141,28 +135,6 @@ class DeferredSeal:
             if not is_taken:
                 self._end_seal()
         return is_taken
-
-    def await_seal(self) -> None:
-        """Wait until no seal is pending, before a change of the contents of commits; not under the lock.
-
-        The producer's thread does not wait. The thread that committed serves it meanwhile, and gets its error. Other
-        threads cannot serve it with memory: they wait, with a deadline, and go on whether or not it failed. Raises the
-        error of the producer or of the seal; DeadlineError.
-        """
-        producer = self._producer
-        if producer is None and self._failed is not None:
-            producer = self._failed()
-        if producer is None or producer.is_this_thread():
-            return
-        if self._thread == threading.get_ident():
-            self._failed = None  # it is raised here, or was by the producer
-            producer.finish_all()
-            self._end_seal()  # of a seal that an interrupt kept from being handed over
-            return
-        deadline = Deadline(f"seal of generation {self._deferred_generation}", self.deadline_s)
-        with self.condition:
-            while self._producer is not None:
-                deadline.wait(self.condition, self.progress(), at_most_s=self.deadline_s / 8)
 
     def _conclude(self, seal: Callable[[], object], failure: BaseException | None) -> None:
         """In the producer's thread, at the end of its pending work: seal, unless that work failed."""
