@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -71,7 +71,7 @@ class Recorder:
     """Sums of times and bytes, and the last intervals while it ``is_recording``. All methods are thread-safe.
 
     The sums cost about a microsecond a call, and a call comes with a unit, a bucket or a swap, never with an operation
-    of a device. Spans go into a ring that ``start`` allocates: nothing grows with the length of a run.
+    of a device. Of the intervals only the last are kept: nothing grows with the length of a run.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Recorder:
                     found = name
             self._moved.setdefault(found, [0, 0])[is_write] += nbytes
             if self.is_recording:
-                self._ring.add("swap out" if is_write else "swap in", key, "", begun_s, now_s, nbytes)
+                self._ring.add(Interval("swap out" if is_write else "swap in", key, "", begun_s, now_s, nbytes))
 
     def read_bytes(self, name: str) -> int:
         """Return the bytes of keys that count as ``name`` that have arrived so far."""
@@ -165,7 +165,7 @@ class Recorder:
     # Below: interval by interval
 
     def start(self, capacity: int) -> None:
-        """Record the last ``capacity`` intervals from now on, and forget older ones; allocates about 60 bytes each."""
+        """Record the last ``capacity`` intervals from now on, and forget older ones; about 200 bytes each."""
         if capacity < 1:
             raise ValueError(f"a timeline needs room for at least one interval, got {capacity}")
         ring = _Ring(capacity)
@@ -179,7 +179,7 @@ class Recorder:
             self.clock.collect()
         with CRITICAL_SECTION.lock, self._lock:
             ring, self._ring, self.is_recording = self._ring, _Ring(0), False
-        return list(ring), ring.num_dropped
+        return list(ring.intervals), ring.num - len(ring.intervals)
 
     def add(self, word: str, subject: str, who: str, start_s: float, end_s: float, *, nbytes: int = 0) -> None:
         """Note that ``who``, a thread or a stream, did ``word`` from ``start_s`` to ``end_s``."""
@@ -187,7 +187,7 @@ class Recorder:
             num, seconds = self._totals.get((who, word), (0, 0.0))
             self._totals[who, word] = num + 1, seconds + end_s - start_s
             if self.is_recording:
-                self._ring.add(word, subject, who, start_s, end_s, nbytes)
+                self._ring.add(Interval(word, subject, who, start_s, end_s, nbytes))
 
 
 class _Current(threading.local):
@@ -202,39 +202,19 @@ _CURRENT = _Current()
 
 
 class _Ring:
-    """The last ``capacity`` intervals, in columns that are allocated once."""
-
-    __slots__ = ("_capacity", "_ends", "_nbytes", "_num", "_starts", "_subjects", "_whos", "_words")
+    """The last ``capacity`` intervals, and how many there were."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._num = 0
-        self._starts, self._ends = array("d", bytes(8 * capacity)), array("d", bytes(8 * capacity))
-        self._nbytes = array("q", bytes(8 * capacity))
-        self._words, self._subjects, self._whos = [""] * capacity, [""] * capacity, [""] * capacity
+        self.intervals: deque[Interval] = deque(maxlen=capacity)
+        self.num = 0
 
-    @property
-    def num_dropped(self) -> int:
-        return max(0, self._num - self._capacity)
-
-    def add(self, word: str, subject: str, who: str, start_s: float, end_s: float, nbytes: int) -> None:
-        last = (self._num - 1) % self._capacity
-        is_same = word in _REASONS and self._num > 0 and (word, subject, who) == self._names(last)
-        if is_same and start_s - self._ends[last] < _SAME_WAIT_S:
-            self._ends[last] = end_s
+    def add(self, interval: Interval) -> None:
+        last = self.intervals[-1] if self.intervals and interval.word in _REASONS else None
+        if last is not None and last[:3] == interval[:3] and interval.start_s - last.end_s < _SAME_WAIT_S:
+            self.intervals[-1] = last._replace(end_s=interval.end_s)
             return
-        here = self._num % self._capacity
-        self._words[here], self._subjects[here], self._whos[here] = word, subject, who
-        self._starts[here], self._ends[here], self._nbytes[here] = start_s, end_s, nbytes
-        self._num += 1
-
-    def _names(self, index: int) -> tuple[str, str, str]:
-        return self._words[index], self._subjects[index], self._whos[index]
-
-    def __iter__(self) -> Iterator[Interval]:
-        for number in range(self.num_dropped, self._num):
-            index = number % self._capacity
-            yield Interval(*self._names(index), self._starts[index], self._ends[index], self._nbytes[index])
+        self.intervals.append(interval)
+        self.num += 1
 
 
 _WAIT_WORDS = {reason: f"wait: {reason}" for reason in Wait}
