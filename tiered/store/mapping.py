@@ -185,11 +185,12 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
         """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
 
-        "r" views refuse writes, and so do all tensors on their bytes: by UsageError, or by torch's RuntimeError, which
-        the block's end turns into UsageError. Their ``numpy()`` is a copy; nothing guards their ``data_ptr()``. "w"
-        starts undefined; "rw" keeps the bytes written even if the block raises. While a lease for writing is open,
-        commit, rollback, put, delete and other leases of the key raise LeaseError. So does the end of the block while
-        tensors made from the view are alive. Entering raises KeyError, CapacityError.
+        "r" views refuse writes, and so do all tensors on their bytes: by torch's RuntimeError, which the block's end
+        turns into UsageError. Torch also refuses readers that ask for a pointer to write by (``numpy()``,
+        ``data_ptr()``, ``torch.save``): give them a ``clone()``. "w" starts undefined; "rw" keeps the bytes written
+        even if the block raises. While a lease for writing is open, commit, rollback, put, delete and other leases of
+        the key raise LeaseError. So does the end of the block while tensors made from the view are alive. Entering
+        raises KeyError, CapacityError.
         """
         if mode not in ("r", "w", "rw"):
             raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')

@@ -14,7 +14,7 @@ from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
 from tiered.store.residency.entry import Entry
-from tiered.store.residency.lease_view import EndedView, ReadOnlyView, is_read_only, plain_of
+from tiered.store.residency.lease_view import EndedView, is_read_only
 from tiered.store.residency.residency import Residency
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.units import MiB, format_bytes
@@ -44,8 +44,6 @@ def plain_value(key: str, value: torch.Tensor) -> torch.Tensor:
     refuse_modes("put", key)
     if isinstance(value, EndedView):
         raise UsageError(f"put of {key!r}: the lease of the given view has ended; lease it again, or clone() it before")
-    if isinstance(value, ReadOnlyView):
-        value = plain_of(value)
     problem = ""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         problem = f"the subclass {type(value).__name__}; pass value.as_subclass(torch.Tensor) if its bytes are all"
