@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tiered.errors import ClosedError, CorruptionError, DeadlineError, DeviceErr
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.residency.entry import EntryState
 from tiered.store.store import Store
-from tiered.store.values import values
 from tiered.units import KiB, MiB
 
 BOTH_ARENAS = True
@@ -188,42 +186,6 @@ def test_put_many_writes_at_once_what_single_puts_leave_for_later() -> None:
     store = rig.reopen()
     assert torch.equal(store["single"], OLD) and torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
     rig.close()
-
-
-def test_what_is_written_after_a_put_has_digests_of_its_own(rig: Rig) -> None:
-    rig.store["a"] = OLD
-    with rig.store.lease("a", mode="rw") as view:
-        view.copy_(NEW)
-    rig.store.commit()
-    assert torch.equal(rig.store["a"], NEW)
-    rig.store["a"] = OLD
-    rig.store["a"] = NEW
-    rig.store.commit()
-    store = rig.reopen()
-    assert torch.equal(store["a"], NEW) and store.verify().is_clean
-
-
-@pytest.mark.parametrize("meanwhile", [Store.commit, lambda store: store.__delitem__("a")], ids=["seal", "deletion"])
-def test_digests_are_those_of_the_key_id_and_generation_that_a_put_ends_in(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[Store], object]
-) -> None:
-    rig.store["a"] = OLD
-    rig.store.commit()
-    old_id = rig.store.working_set.entries["a"].key_id
-    copy_and_digest = values._copy_and_digest
-
-    def late(*args: Any) -> bytes:
-        digests = copy_and_digest(*args)
-        meanwhile(rig.store)
-        return digests
-
-    monkeypatch.setattr(values, "_copy_and_digest", late)
-    rig.store["a"] = NEW
-    has_new_id = rig.store.working_set.entries["a"].key_id > old_id
-    assert has_new_id is (meanwhile is not Store.commit)
-    rig.store.commit()
-    store = rig.reopen()
-    assert torch.equal(store["a"], NEW) and store.verify().is_clean
 
 
 # -- resident gets -----------------------------------------------------------------------------------------------------

@@ -192,20 +192,6 @@ def test_a_view_for_reading_refuses_to_be_written(two_tiers: Store, how: str) ->
         stored(two_tiers.working_set, "a")
 
 
-def test_a_commit_has_the_digests_of_the_bytes_that_were_put_and_no_others() -> None:
-    """A put of 8 MiB makes the digests: bytes that change later would be damage for good."""
-    value = -torch.arange(2.0 * 1024 * 1024)
-    with Store(engine="memory", dram="48MiB") as store:
-        store["a"] = value
-        for name in ("set data", "torch.Tensor", "vmap"):
-            with pytest.raises(UsageError), store.lease("a") as view:
-                WRITES[name](view)
-        gc.collect()
-        store.commit({})
-        stored(store.working_set, "a")
-        assert torch.equal(store["a"], value)
-
-
 def test_a_module_computes_with_the_weights_of_leases_for_reading(two_tiers: Store) -> None:
     layer = torch.nn.Linear(50, 40)
     two_tiers["w"] = layer.weight

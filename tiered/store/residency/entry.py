@@ -122,7 +122,6 @@ class Stored(NamedTuple):
     """The facts about an entry that end as it is leased for writing, for an entry that the device has."""
 
     row: Row | None
-    digests: tuple[int, bytes] | None
     was_changed: bool  # since the last commit was sealed
     version: int
 
@@ -184,7 +183,7 @@ class Entry:
     """
 
     __slots__ = (
-        "committed", "digests", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence",
+        "committed", "held", "is_pending", "key_id", "landing", "name", "nbytes", "parts", "residence",
         "row", "scratch", "spec", "state", "version",
     )  # fmt: skip
 
@@ -202,7 +201,6 @@ class Entry:
         self.committed: Row | None = None  # of the last committed generation
         self.landing: tuple[Extent, ...] | None = None  # the set that writes of the open generation go to
         self.parts: BlockWrites | None = None  # blocks that were written by themselves in the open generation
-        self.digests: tuple[int, bytes] | None = None  # of the bytes in DRAM, where they are known, for a generation
         self.outdate()
 
     def outdate(self) -> None:

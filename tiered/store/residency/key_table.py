@@ -240,7 +240,7 @@ class KeyTable(PagedRows):
         self._hidden.add(entry)
         self._free_landing(entry)
         self.free_blocks(entry)
-        entry.row = entry.digests = None
+        entry.row = None
         entry.outdate()
         entry.state = EntryState.UNDEFINED
 
@@ -256,13 +256,12 @@ class KeyTable(PagedRows):
         if is_read:  # a stream reads the bytes of many blocks: they stay, and are not written over
             self._free_landing(entry)
         if alias is not None and entry.state is EntryState.CLEAN and entry.parts is None and not is_read:
-            alias.before = Stored(entry.row, entry.digests, entry in self.changed, entry.version)
+            alias.before = Stored(entry.row, entry in self.changed, entry.version)
         if entry.parts is not None:
             self.free_blocks(entry)
         if entry.row is not None and entry.row.ranges and entry in self.changed:
             self.copied[entry] = entry.row
         entry.row = None
-        entry.digests = None
         entry.outdate()
         if not entry.scratch:
             self.changed[entry] = None
@@ -271,7 +270,7 @@ class KeyTable(PagedRows):
 
     def untouch(self, entry: Entry, before: Stored) -> None:
         """Note that the bytes are those that the device had ``before``, and nothing was written since."""
-        entry.row, entry.digests, entry.version = before.row, before.digests, before.version
+        entry.row, entry.version = before.row, before.version
         if not before.was_changed:
             self.changed.pop(entry, None)
 
@@ -295,14 +294,12 @@ class KeyTable(PagedRows):
         return entry.landing
 
     def row_for(self, entry: Entry, extents: Extents) -> Row:
-        """Return the row for bytes about to be written to ``extents``; it has digests only where they are known."""
+        """Return the row, yet without digests, for bytes about to be written to ``extents``."""
         # Order: pending bytes are the sealed generation's, all others the open one's.
-        generation = self.generation if entry.is_pending else self.open_generation
-        spec, known = entry.spec, entry.digests
-        digests = known[1] if known is not None and known[0] == generation else b""
+        generation, spec = self.generation if entry.is_pending else self.open_generation, entry.spec
         return Row(
             key_id=entry.key_id, name=entry.name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes,
-            generation=generation, extents=extents, digests=digests, inline=None, block_nbytes=spec.block_nbytes,
+            generation=generation, extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
         )  # fmt: skip
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:

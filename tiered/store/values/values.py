@@ -12,11 +12,10 @@ import torch
 from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, copy_contiguous
 from tiered.errors import UsageError
-from tiered.store.format.checksum import MIN_BLOCK_SHIFT, block_digests
+from tiered.store.format.checksum import MIN_BLOCK_SHIFT
 from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.residency import ReadPastError, Residency
-from tiered.store.transfers.transfer import SLAB_NBYTES
 from tiered.store.values.parts import PartValues
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import check_block, flat_of, plain_value, read_resident, result_for
@@ -27,7 +26,7 @@ __all__ = ["LARGE_NBYTES", "Values", "adopt"]
 
 
 LARGE_NBYTES = 8 * MiB
-"""From here on a put digests while it copies, and put_many has it written at once."""
+"""From here on put_many has a tensor written at once."""
 
 _SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
 
@@ -88,35 +87,17 @@ class Values:
         buffer = self.working_set.reserve(spec.nbytes)
         is_installed = False
         try:
-            if not plain.is_cpu or spec.nbytes < LARGE_NBYTES:
-                copy_contiguous(buffer, plain, to_buffer=True)
-                is_installed = self._install(key, spec, buffer)
-            else:
-                with self._condition:
-                    generation, old = self.working_set.open_generation, self.working_set.entries.get(key)
-                    is_new = old is None or not self._fits(old, spec)
-                    key_id = self.working_set.new_key_ids(1) if old is None or is_new else old.key_id
-                digests = _copy_and_digest(buffer, plain, self.working_set.space.store_uuid, key_id, generation, spec)
-                new_id, known = key_id if is_new else None, (key_id, generation, digests)
-                is_installed = self._install(key, spec, buffer, new_id=new_id, known=known)
+            copy_contiguous(buffer, plain, to_buffer=True)
+            is_installed = self._install(key, spec, buffer)
         finally:
             if not is_installed:
                 self.working_set.unreserve(buffer)
         return is_installed
 
-    def _install(
-        self,
-        key: str,
-        spec: Spec,
-        content: Buffer | bytes,
-        *,
-        new_id: int | None = None,
-        known: tuple[int, int, bytes] | None = None,
-    ) -> bool:
-        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one, under ``new_id``.
+    def _install(self, key: str, spec: Spec, content: Buffer | bytes) -> bool:
+        """Make ``content`` the bytes of ``key``: of its entry, where that fits, or of a new one.
 
-        ``known``: a key id, a generation, and the digests under these. Returns False, with nothing done, where a commit
-        without the bytes was asked for meanwhile.
+        Returns False, with nothing done, where a commit without the bytes was asked for meanwhile.
         """
         working_set = self.working_set
         with self._condition:
@@ -124,7 +105,7 @@ class Values:
             if working_set.must_await_seal:
                 return False
             if entry is None or not self._fits(entry, spec):
-                entry = working_set.replace_entry(entry, key, spec, scratch=not working_set.durable, key_id=new_id)
+                entry = working_set.replace_entry(entry, key, spec, scratch=not working_set.durable)
             else:
                 working_set.drop(entry)
             working_set.touch(entry)
@@ -135,8 +116,6 @@ class Values:
             else:
                 working_set.end_reservation(content)
                 working_set.admit(entry, content)
-                if known is not None and known[:2] == (entry.key_id, working_set.open_generation):
-                    entry.digests = known[1:]
                 entry.state = EntryState.DIRTY
                 working_set.offer(entry)
             return True
@@ -205,23 +184,6 @@ class Values:
     def _swaps_in(self, entry: Entry) -> bool:
         """Whether a get brings the bytes of ``entry``, which only the device has, into DRAM."""
         return entry.row is not None and entry.row.inline is None and entry.nbytes <= self._most_resident_nbytes
-
-
-def _copy_and_digest(
-    buffer: Buffer, tensor: torch.Tensor, store_uuid: bytes, key_id: int, generation: int, spec: Spec
-) -> bytes:
-    """Copy ``tensor``, contiguous in DRAM, to the start of ``buffer``; return its digests.
-
-    Each block is digested while a cache has it: to fetch it once more later takes a tenth of a put's CPU time.
-    """
-    digests, source = bytearray(), address_of(tensor)
-    for start in range(0, tensor.nbytes, SLAB_NBYTES):
-        end = min(start + SLAB_NBYTES, tensor.nbytes)
-        # By this thread alone, as in host_tensor.py.
-        ctypes.memmove(buffer.address + start, source + start, end - start)
-        first = start // spec.block_nbytes
-        digests += block_digests(buffer.memory[start:end], store_uuid, key_id, spec.block_nbytes, first, generation)
-    return bytes(digests)
 
 
 def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
