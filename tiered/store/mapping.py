@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 import threading
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -25,25 +25,6 @@ from tiered.store.waiting.refusals import Refusals
 from tiered.units import parse_bytes
 
 __all__ = ["TensorMapping"]
-
-
-def _is_equal(found: Any, value: object) -> bool:
-    if not isinstance(found, torch.Tensor) or not isinstance(value, torch.Tensor) or found.dtype != value.dtype:
-        return False
-    return found.shape == value.shape and torch.equal(found, value.to(found.device))
-
-
-class _Items(ItemsView[str, torch.Tensor]):
-    _mapping: Mapping[str, torch.Tensor]
-
-    def __contains__(self, item: object) -> bool:
-        key, value = item if isinstance(item, tuple) and len(item) == 2 else (None, None)
-        return isinstance(key, str) and _is_equal(self._mapping.get(key), value)
-
-
-class _Values(ValuesView[torch.Tensor]):
-    def __contains__(self, value: object) -> bool:
-        return any(_is_equal(found, value) for found in self)
 
 
 class TensorMapping(MutableMapping[str, torch.Tensor]):
@@ -124,14 +105,6 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         dtype = getattr(torch, entry.dtype)
         ranges = [ExternalRange(0, number, entry.offset, entry.nbytes)] if entry.nbytes else []
         adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape, block_nbytes), ranges)
-
-    def items(self) -> ItemsView[str, torch.Tensor]:
-        """Return a view of the keys and copies of their tensors; the same key with an equal tensor is in it."""
-        return _Items(self)
-
-    def values(self) -> ValuesView[torch.Tensor]:
-        """Return a view of copies of the tensors; an equal tensor is in it."""
-        return _Values(self)
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""
