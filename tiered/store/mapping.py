@@ -85,8 +85,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
         The blocks that they are in are written to the device, the first and the last after a read of the rest of them;
         a commit makes them durable, a rollback undoes them. Nothing else of the tensor moves, unless its bytes are in
-        DRAM alone: then these go out first; or in an external file: then all of it is copied to the store's own. Raises
-        KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
+        DRAM alone: then they are changed there, which an open lease of the key refuses; or in an external file: then
+        all of it is copied to the store's own. Raises KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
         """
         self._values.parts.write(self._producers.settled(key), start, value)
 

@@ -9,9 +9,7 @@ files.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,16 +18,15 @@ import torch
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
-from tiered.bytes.host_tensor import address_of, copy_contiguous
+from tiered.bytes.host_tensor import copy_contiguous
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.errors import LeaseError
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.row import INLINE_NBYTES, Extent, ExternalRange, Page, Row, Spec, cut, join, part_of, pieces
+from tiered.store.format.row import Extent, ExternalRange, Page, Row, Spec, cut, join, part_of, pieces
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import PageChange
 from tiered.store.residency.residency import ReadPastError, Residency
 from tiered.store.residency.swap_in_out import Shortage
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
+from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.tensors import flat_of, new_tensor, plain_value, read_resident
 from tiered.store.values.window import OnDone, Window
@@ -138,12 +135,8 @@ class PartWrite:
         CapacityError, CorruptionError, DeviceError, DeadlineError.
         """
         working_set = self._working_set
-        content = b""
-        if self._value.nbytes <= INLINE_NBYTES:
-            host = self._value.cpu()
-            content = ctypes.string_at(address_of(host), host.nbytes) if host.nbytes else b""
         while True:
-            nbytes = self._await_turn(content)
+            nbytes = self._await_turn()
             if not nbytes:
                 return working_set.write_ahead()
             buffer = working_set.reserve(nbytes)
@@ -162,11 +155,8 @@ class PartWrite:
 
     # Below: the turn
 
-    def _await_turn(self, content: bytes) -> int:
-        """Wait until the part can be written; return the bytes of memory that it takes, 0 where it is written.
-
-        ``content`` has the bytes of a part that an inline tensor may have. No memory is in hand.
-        """
+    def _await_turn(self) -> int:
+        """Wait until the part can be written; return the bytes of memory that it takes, 0 where it is written."""
         working_set = self._working_set
         self._deadline.renew()
         while True:
@@ -181,43 +171,33 @@ class PartWrite:
                     continue
                 if not self._flat.numel():
                     return 0
-                if entry.is_inline and self._write_inline(entry, content):
-                    return 0
                 if entry.row is not None and not entry.is_inline:
                     return self._buffer_nbytes(entry.row)
-            if entry.is_inline:
-                self._swap_in()
-            else:
-                self._write_out()
+            self._write_in_dram()
+            return 0
 
-    def _write_out(self) -> None:
-        """Take one step towards a tensor on the device, where its bytes are in DRAM alone: all of them go out first."""
-        with self._condition:
-            entry = self._find()
-            if entry.is_inline or entry.row is not None:
-                return
-            self._refuse_writers(entry)
-            transfers, shortage = self._working_set.plan_writes([entry], entry.nbytes)
-            if not transfers and shortage is None:
-                self._wait()
-        start_all(transfers)
-        if shortage is not None:
-            self._working_set.grow(shortage)
-
-    def _swap_in(self) -> None:
-        """Bring the tensor into DRAM, where its bytes can be had under the lock."""
-        with contextlib.suppress(ReadPastError):  # the key has become a large one
-            read_resident(self._working_set, self._key, lambda *_: None, operator.attrgetter("is_inline"))
+    def _write_in_dram(self) -> None:
+        """Write it where all of the tensor is in DRAM alone, or in its row; the next commit writes all of it."""
+        (lease,) = self._working_set.lease_for_update([self._key])
+        try:
+            spec = Spec.like(lease.tensor)  # since the caller looked, the key may have become another
+            self._check(spec)
+            copy_contiguous(lease.buffer, self._flat, to_buffer=True, start=self._start * spec.dtype.itemsize)
+        finally:
+            self._working_set.end_update([lease])
 
     def _find(self) -> Entry:
         """Return the entry, settled, with the elements to be written; may wait."""
         entry = self._working_set.idle_entry(self._key, "write of a part")
         if entry is None or self._working_set.shown(self._key) is not entry:
             raise KeyError(self._key)
-        _check_elements(self._key, entry.spec, self._start, self._start + self._value.numel())
-        if self._value.dtype != entry.spec.dtype:
-            raise ValueError(f"write of a part of {self._key!r}: expected {entry.spec.dtype}, got {self._value.dtype}")
+        self._check(entry.spec)
         return entry
+
+    def _check(self, spec: Spec) -> None:
+        _check_elements(self._key, spec, self._start, self._start + self._value.numel())
+        if self._value.dtype != spec.dtype:
+            raise ValueError(f"write of a part of {self._key!r}: expected {spec.dtype}, got {self._value.dtype}")
 
     def _may_write(self, entry: Entry) -> bool:
         """Whether a write now would be in the open generation, and leave those before as they are."""
@@ -226,12 +206,6 @@ class PartWrite:
     def _wait(self) -> None:
         progress = (self._working_set.commit_progress(), self._space.progress.num_blocks)
         self._deadline.wait(self._condition, progress)
-
-    def _refuse_writers(self, entry: Entry) -> None:
-        if entry.residence is not None and entry.residence.writers:
-            raise LeaseError(
-                f"write of a part of {self._key!r}, and tensors of a lease for writing are alive; release them first"
-            )
 
     def _span(self, row: Row) -> tuple[int, int, int]:
         """Return where the new bytes begin in the record, and the first block to write and how many."""
@@ -244,25 +218,6 @@ class PartWrite:
     def _buffer_nbytes(self, row: Row) -> int:
         _, first, blocks = self._span(row)
         return min(SLAB_NBYTES, blocks * row.block_nbytes, row.nbytes - first * row.block_nbytes)
-
-    def _write_inline(self, entry: Entry, content: bytes) -> bool:
-        """Put ``content`` into the row of a small tensor; False where its bytes are in an external file alone."""
-        self._refuse_writers(entry)
-        if entry.row is None:
-            self._working_set.land_inline(entry)
-        assert entry.row is not None
-        before = entry.row.inline
-        if before is None and entry.residence is not None:
-            before = bytes(entry.residence.buffer.memory[: entry.nbytes])
-        if before is None:
-            return False
-        start = self._start * self._value.dtype.itemsize
-        self._working_set.drop(entry)
-        self._working_set.touch(entry)
-        after = b"".join((before[:start], content, before[start + len(content) :]))
-        entry.row = self._working_set.inline_row(entry, after)
-        entry.state = EntryState.STORED
-        return True
 
     def _begin(self, nbytes: int) -> _Target | Shortage | None:
         """Take the turn, with ``nbytes`` of memory in hand: return where to write, with a stream begun on the row.
