@@ -216,14 +216,6 @@ class Entry:
         """Whether nothing in flight or sealed has a hold on its bytes."""
         return not self.is_pending and self.state not in (EntryState.ARRIVING, EntryState.DEPARTING)
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether its bytes are in DRAM and nobody uses them: a lease of any kind needs nothing."""
-        residence = self.residence
-        if residence is None or residence.aliases or self.is_pending:
-            return False
-        return self.state is EntryState.CLEAN or self.state is EntryState.DIRTY
-
     def needs(self, mode: str) -> LeaseNeeds:
         """Return what a lease lacks. Raises LeaseError for a lease in the way, UsageError for bytes never written."""
         if isinstance(self.spec, UnknownSpec):  # order: before a buffer is granted

@@ -184,23 +184,17 @@ class Residency(MemoryWait):
     def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
         """Lease each of ``keys`` for "rw", or none; other threads that want them wait for the end, and are not refused.
 
-        The update must not need anything that a waiting thread holds. Blocks as ``lease``, with its errors; costs less
-        than so many leases where the bytes are in DRAM. To be given back by ``end_update``, or one by one.
+        The update must not need anything that a waiting thread holds. Blocks as ``lease``, with its errors. To be given
+        back by ``end_update``, or one by one.
         """
         self.check(writing=True)
         refuse_modes("lease", keys[0])
         with self.mark:
-            self._await_seal_for(*keys)
-            granted = self._obtain_resident(keys)
             leases: list[Lease] = []
             try:
-                for key, grant in zip(keys, granted, strict=False):
-                    leases.append(self._show(key, "rw", grant))
-                for key in keys[len(leases) :]:
+                for key in keys:
                     leases.append(self._show(key, "rw", self.obtain(key, "rw", is_brief=True)))
             except BaseException:
-                for alias, _, _ in granted[len(leases) + 1 :]:
-                    self.report_end(alias)
                 for lease in leases:
                     lease.release(is_unchanged=True)
                 raise
@@ -331,24 +325,6 @@ class Residency(MemoryWait):
                     self.unclaim(claim)
             if self._starved:
                 self._end_wait(deadline)
-
-    def _obtain_resident(self, keys: Sequence[str]) -> list[Granted]:
-        """Return brief leases, for reading and writing, of the first of ``keys``: those that need nothing for it.
-
-        Does not block. None where callers wait for memory: they come first.
-        """
-        granted: list[Granted] = []
-        with self.condition:
-            self.catch_up()
-            self.refuse_late()
-            if self.num_waiting or self.must_await_seal:
-                return granted
-            for key in keys:
-                entry = self.entries.get(key)
-                if entry is None or not entry.is_unused:
-                    break
-                granted.append(self._grant(entry, "rw", None, is_brief=True))
-        return granted
 
     def _grant(self, entry: Entry, mode: str, buffer: Buffer | None, *, is_brief: bool) -> Granted:
         old: Residence | None = None
@@ -567,12 +543,12 @@ class Residency(MemoryWait):
                 progress = self._num_leases, self.space.progress.num_blocks, self.commit_progress()
                 deadline.wait(self.condition, progress, at_most_s=self.deadline_s / 8)
 
-    def _await_seal_for(self, *keys: str, is_new: bool = False) -> None:
-        """Await the seal before a change of ``keys``, unless no commit contains them, nor will as ``is_new``."""
+    def _await_seal_for(self, key: str, *, is_new: bool = False) -> None:
+        """Await the seal before a change of ``key``, unless no commit contains it, nor will as ``is_new``."""
         if self.must_await_seal or self._failed is not None:
             with self.condition:
-                entries = [self.entries.get(key) for key in keys]
-            if is_new or any(entry is not None and not entry.scratch for entry in entries):
+                entry = self.entries.get(key)
+            if is_new or (entry is not None and not entry.scratch):
                 self.await_seal()
 
 

@@ -162,7 +162,8 @@ class Refusals:
 
         Actions of signals that the program has set since the last call wait for the end of this one.
         """
-        INTERRUPTS.stand_before_actions()
+        if get_ident() == INTERRUPTS.thread:
+            INTERRUPTS.stand_before_actions()
         if self._is_held_here() or CRITICAL_SECTION.is_inside():
             self.nested_calls.refuse()
         if self.service is not Service.SERVES or self.mark.reason:
