@@ -109,7 +109,8 @@ def _read(working_set: Residency, entry: Entry, row: Row, progress: _Progress) -
         digests.append(bytes(transfer.digests))  # in order, as the window finishes its jobs
         progress.note(min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES))
 
-    Window(working_set).run(slab_jobs(row, read))
+    with Window(working_set) as window:
+        window.run(slab_jobs(row, read))
     with working_set.condition:
         working_set.learn_digests(entry, row, b"".join(digests))
 

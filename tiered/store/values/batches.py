@@ -8,10 +8,12 @@ together, and reads them in the order of their places.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -142,15 +144,12 @@ class _SmallGets:
 
     def run(self, names: Sequence[str]) -> list[str]:
         """Copy the small tensors of ``names`` that are not in DRAM; return the other names. Blocks."""
-        window = Window(self._working_set)
-        try:
+        with Window(self._working_set) as window:
+            window.at_end = self._end_streams
             window.run(self._jobs(names))
-        except BaseException:
-            window.when_idle(self._end_streams)
-            raise
         return self._again + self._others
 
-    def _end_streams(self) -> None:
+    def _end_streams(self, window: Window) -> None:
         for row in self._reading.values():
             self._working_set.space.end_stream(row)
 
@@ -193,7 +192,7 @@ class _SmallGets:
                 return []
             for row in rows:
                 working_set.space.begin_stream(row)
-        rows.sort(key=_place)
+        rows.sort(key=attrgetter("extents"))
         return rows
 
     def _read(self, rows: list[Row], buffer: Buffer, on_done: OnDone) -> Iterator[_Batch]:
@@ -231,10 +230,6 @@ class _SmallGets:
                 space.end_stream(self._reading.pop(row.key_id))
 
 
-def _place(row: Row) -> Extent:
-    return row.extents[0]
-
-
 # -- put_many ----------------------------------------------------------------------------------------------------------
 
 
@@ -260,13 +255,9 @@ class _Puts:
 
     def run(self) -> None:
         self._advance()
-        window = Window(self._working_set)
-        with self._working_set.mark:
-            try:
-                window.run(self._jobs(window))
-            except BaseException:
-                give_back(window, self._rows, self._working_set.space)
-                raise
+        with self._working_set.mark, Window(self._working_set) as window:
+            window.at_end = functools.partial(give_back, self._rows, self._working_set.space)
+            window.run(self._jobs(window))
         if self._error is not None:
             raise self._error
 
@@ -341,7 +332,7 @@ class _Puts:
         for key, (spec, size) in packed.items():
             seed = block_seed(space.store_uuid, key_id, 0, generation)
             content = digest(buffer.memory[start : start + spec.nbytes], seed).to_bytes(DIGEST_NBYTES, "little")
-            self._rows.append(new_row(key_id, key, spec, generation, _cut(extents, start, size), content))
+            self._rows.append(new_row(key_id, key, spec, generation, tuple(pieces(extents, start, size)), content))
             start += size
             key_id += 1
         places: list[tuple[Extent, memoryview]] = []
@@ -372,11 +363,3 @@ class _Puts:
             start += size
             self._advance()
         return packed
-
-
-def _cut(extents: tuple[Extent, ...], start: int, nbytes: int) -> tuple[Extent, ...]:
-    """Return the extents that hold the bytes [start, start + nbytes) of ``extents``."""
-    if len(extents) > 1:
-        return tuple(pieces(extents, start, nbytes))
-    device, file, offset, _ = extents[0]
-    return (Extent(device, file, offset + start, nbytes),)

@@ -127,6 +127,7 @@ class PartWrite:
         self._flat = flat_of(value)
         self._deadline = Deadline(f"write of a part of {key!r}", working_set.deadline_s)
         self._digests = bytearray()
+        self._is_installed = False
 
     def run(self) -> None:
         """Write it; blocks.
@@ -262,23 +263,21 @@ class PartWrite:
 
     def _write(self, target: _Target, buffer: Buffer) -> bool:
         """Write the blocks and make them the key's; False where it has changed meanwhile. The buffer goes back."""
-        window = Window(self._working_set)
-        is_own = True  # the extents are this write's to give back
-        try:
+        self._is_installed = False
+        with Window(self._working_set) as window:
+            window.at_end = functools.partial(self._end, target)
             self._digests = bytearray(target.new.num_blocks * DIGEST_NBYTES)
             window.run(slab_jobs(target.new, functools.partial(self._rewrite, target)), buffer)
             changes = {} if target.row.ranges else self._changes(target)
-            is_own = not self._install(target, changes)
-        finally:
-            window.when_idle(functools.partial(self._end, target, window, is_own))
-        return not is_own
+            self._is_installed = self._install(target, changes)
+        return self._is_installed
 
-    def _end(self, target: _Target, window: Window, is_own: bool) -> None:
+    def _end(self, target: _Target, window: Window) -> None:
         """Let others write the key. Under the lock, with nothing in flight."""
         self._writing.discard(self._key)
         for each in self._streams(target):
             self._space.end_stream(each)
-        if is_own:
+        if not self._is_installed:
             (self._space.quarantine if window.has_failed else self._space.give_back)(target.new.extents)
         self._condition.notify_all()
 
@@ -384,12 +383,10 @@ class PartValues:
                 self._space.begin_stream(row)
         if row is None:
             return self._read_resident(key, start, stop)
-        window = Window(working_set)
-        try:
+        with Window(working_set) as window:
+            window.at_end = lambda _: self._space.end_stream(row)
             result = new_tensor(Spec(spec.dtype, (stop - start,)), key)
             self._read_row(window, row, start * spec.dtype.itemsize, flat_of(result))
-        finally:
-            window.when_idle(lambda: self._space.end_stream(row))
         return result
 
     def _read_resident(self, key: str, start: int, stop: int) -> torch.Tensor:

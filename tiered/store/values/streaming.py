@@ -60,7 +60,7 @@ class StreamedValues:
 
         The old tensor stays readable until all of the new one has landed.
         """
-        working_set, window = self._working_set, Window(self._working_set)
+        working_set = self._working_set
         deadline = Deadline(f"put of {key!r}", working_set.deadline_s)
         extents, generation, key_id = take_extents(working_set, [key], spec.nbytes, deadline, scratch=scratch)
         row = new_row(key_id, key, spec, generation, extents)
@@ -75,13 +75,11 @@ class StreamedValues:
             digests[first : first + len(transfer.digests)] = transfer.digests
 
         rows = deque([row])
-        try:
+        with Window(working_set) as window:
+            window.at_end = functools.partial(give_back, rows, self._space)
             window.run(slab_jobs(row, write, _order(row, self._space)))
             rows[0] = dataclasses.replace(row, digests=bytes(digests))
             install(working_set, rows, 1, scratch=scratch)
-        except BaseException:
-            give_back(window, rows, self._space)
-            raise
 
     def get(self, row: Row, flat: torch.Tensor) -> None:
         """Read ``row`` into ``flat``, (nbytes,) uint8 on any compute device; blocks.
@@ -95,11 +93,9 @@ class StreamedValues:
             transfer.raise_error()
             copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=False)
 
-        window = Window(self._working_set)
-        try:
+        with Window(self._working_set) as window:
+            window.at_end = lambda _: self._space.end_stream(row)
             window.run(slab_jobs(row, read, _order(row, self._space)))
-        finally:
-            window.when_idle(lambda: self._space.end_stream(row))
         with self._condition:
             self._working_set.streamed_in_bytes += row.nbytes
 
@@ -147,18 +143,15 @@ class StreamedValues:
                 for row in found:
                     yield from slab_jobs(row, functools.partial(check, row))
 
-        def end_streams() -> None:
+        def end_streams(window: Window) -> None:
             for row in reading:
                 self._space.end_stream(row)
 
         with self._condition:
             names = self._working_set.names() if only is None else only
-        window = Window(self._working_set)
-        with self._working_set.mark:
-            try:
-                window.run(jobs())
-            finally:
-                window.when_idle(end_streams)
+        with self._working_set.mark, Window(self._working_set) as window:
+            window.at_end = end_streams
+            window.run(jobs())
         return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
 
 
@@ -250,11 +243,7 @@ def install(working_set: Residency, rows: deque[Row], number: int, *, scratch: b
                 working_set.streamed_out_bytes += row.nbytes
 
 
-def give_back(window: Window, rows: Iterable[Row], space: Space) -> None:
-    """Give the extents of ``rows`` back once nothing of ``window`` is in flight."""
-
-    def end() -> None:
-        for row in rows:
-            (space.quarantine if window.has_failed else space.give_back)(row.extents)
-
-    window.when_idle(end)
+def give_back(rows: Iterable[Row], space: Space, window: Window) -> None:
+    """Give the extents of ``rows``, which are not installed, back at the end of the window that wrote to them."""
+    for row in rows:
+        (space.quarantine if window.has_failed else space.give_back)(row.extents)

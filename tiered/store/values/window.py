@@ -58,10 +58,11 @@ class Window:
     """Jobs with at most an eighth of the budget in flight (but one buffer). The caller's thread does all but the I/O.
 
     As much again may have arrived and wait to be used: the next movements start first. In any case a buffer goes back
-    to the arena only when nothing is in flight on it.
+    to the arena only when nothing is in flight on it. Entered once, ``run`` once in the block.
     """
 
     def __init__(self, working_set: Residency) -> None:
+        self.at_end: Callable[[Window], object] = _nothing  # after the block and all movements; under the store's lock
         self.has_failed = False  # a write has
         self._working_set = working_set
         self._flying: deque[tuple[WindowJob, Iterator[Movement], Movement]] = deque()  # oldest first
@@ -70,8 +71,20 @@ class Window:
         self._num_done = 0
         self._num_moving = 0
         self._moving_nbytes = 0
-        self._is_abandoned = False
-        self._on_idle: Callable[[], object] | None = None
+        self._has_ended = False
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the buffers back: now where the movement is done, else when its completion arrives."""
+        self._give_idle_back()
+        with self._working_set.condition:
+            self._has_ended = True
+            for movement in [movement for movement in self._buffers if movement.is_done]:
+                self._working_set.unreserve(self._buffers.pop(movement))
+            if not self._buffers:
+                self.at_end(self)
 
     def run(self, jobs: Iterable[WindowJob], first: Buffer | None = None) -> None:
         """Carry out ``jobs``; the first exception of one of them ends it.
@@ -80,30 +93,18 @@ class Window:
         """
         if first is not None:
             self._idle.append(first)
-        try:
-            for job in jobs:
-                INTERRUPTS.look()
-                self._idle.append(self._next_buffer(job.nbytes))
-                movements = job.movements(self._idle[-1], self._done)
-                self._start(job, movements, next(movements), self._idle.pop())
-            self.drain()
-        finally:
-            self._give_idle_back()
-            self._abandon()
+        for job in jobs:
+            INTERRUPTS.look()
+            self._idle.append(self._next_buffer(job.nbytes))
+            movements = job.movements(self._idle[-1], self._done)
+            self._start(job, movements, next(movements), self._idle.pop())
+        self.drain()
 
     def drain(self) -> None:
         """Finish everything that is in flight, and keep no buffer: for jobs that wait for something else."""
         while self._flying:
             self._finish_oldest()
         self._give_idle_back()
-
-    def when_idle(self, action: Callable[[], object]) -> None:
-        """Call ``action`` under the store's lock as soon as nothing of this window is in flight."""
-        with self._working_set.condition:
-            if self._buffers:
-                self._on_idle = action
-            else:
-                action()
 
     def _give_idle_back(self) -> None:
         while self._idle:
@@ -173,19 +174,12 @@ class Window:
             self._num_moving -= 1
             self._moving_nbytes -= self._buffers[movement].nbytes
             self.has_failed = self.has_failed or (movement.is_write and movement.error is not None)
-            if self._is_abandoned:
-                self._give_back(movement)
+            if self._has_ended:
+                self._working_set.unreserve(self._buffers.pop(movement))
+                if not self._buffers:
+                    self.at_end(self)
             self._working_set.condition.notify_all()
 
-    def _abandon(self) -> None:
-        """Give the buffers back: now where the movement is done, else when its completion arrives."""
-        with self._working_set.condition:
-            self._is_abandoned = True
-            for movement in [movement for movement in self._buffers if movement.is_done]:
-                self._give_back(movement)
 
-    def _give_back(self, movement: Movement) -> None:
-        self._working_set.unreserve(self._buffers.pop(movement))
-        if not self._buffers and self._on_idle is not None:
-            action, self._on_idle = self._on_idle, None
-            action()
+def _nothing(window: Window) -> None:
+    pass
