@@ -38,11 +38,9 @@ from tiered.errors import (
     DeviceError,
 )
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
-from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories
 from tiered.store.lifetime.opening import Parts, empty_root
 from tiered.store.store import Store
-from tiered.store.transfers.transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
 
@@ -301,39 +299,6 @@ def test_closing_ends_with_the_deadline_where_a_commit_that_another_thread_has_s
     assert gated.store.generation == 0 and list(gated.store) == []
     gated.store["b"] = numbers(PAGE)
     assert gated.store.commit() == 1
-
-
-def test_a_write_of_sealed_bytes_that_was_interrupted_is_begun_again_by_the_commit(
-    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another call had begun it, so that the commit had passed it over."""
-    store, device, operations = gated.store, gated.device, Transfer._operations
-    values = {name: numbers(2 * PAGE, seed) for seed, name in enumerate("abc")}
-    monkeypatch.setattr(commit_module, "_MAX_NUM_WRITING", 2)
-    device.hold = lambda operation: operation.is_write
-    store.put_many(values)
-    store.commit(wait=False)
-    await_true(lambda: len(device.held) == 2)
-    sealed = store.working_set.sealed
-    assert sealed is not None
-    (last,) = sealed.to_write
-
-    def interrupted(transfer: Transfer) -> Any:
-        if transfer.row.name != last.name:
-            return operations(transfer)
-        monkeypatch.undo()
-        device.open()
-        await_true(lambda: not sealed.to_write)
-        raise CapacityError
-
-    monkeypatch.setattr(Transfer, "_operations", interrupted)
-    with pytest.raises(CapacityError):
-        store.working_set.swap_out([last.name])
-    store.wait_for_commit()
-    store.close()
-    gated.open()
-    assert gated.store.generation == 1
-    assert_holds(gated.store, values)
 
 
 def test_a_failed_catalog_load_leaves_nothing_open(disk: SimulatedDisk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,10 @@ import pytest
 from tests.store.rig import WAIT_S, GatedStore, beside, read_key, simulated_store, stored, write_key
 from tiered.bytes.device.base import IOClass
 from tiered.errors import (
-    CapacityError,
     DeadlineError,
     DeviceError,
 )
 from tiered.store.residency.residency import Residency
-from tiered.store.transfers.transfer import Transfer
 from tiered.units import KiB
 
 BOTH_ARENAS = True
@@ -112,25 +110,6 @@ def test_a_writer_waits_for_the_write_in_flight_and_readers_do_not(gated: GatedS
 
     gated.let_through(change)
     assert read_key(gated.store.working_set, "a") == 2
-
-
-def test_an_interrupted_write_is_begun_again_and_is_no_error_of_the_drive(
-    gated: GatedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    working_set = gated.store.working_set
-    write_key(working_set, "a", PAGE, 1)
-
-    def interrupted(transfer: Transfer) -> None:
-        raise CapacityError
-
-    with monkeypatch.context() as patch, pytest.raises(CapacityError):
-        patch.setattr(Transfer, "_operations", interrupted)
-        working_set.swap_out(["a"])
-    assert "write" not in gated.device.events and working_set.statistics().dirty_bytes == PAGE
-    assert read_key(working_set, "a") == 1
-    stored(working_set, "a")
-    assert gated.device.events.count("write") == 1 and read_key(working_set, "a") == 1
-    assert working_set.space.quarantined_nbytes == 0
 
 
 def test_a_failed_write_leaves_the_tensor_resident_and_is_raised_by_the_next_call(gated: GatedStore) -> None:

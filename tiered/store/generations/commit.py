@@ -186,29 +186,25 @@ class Committer:
                     continue  # adopted meanwhile
                 missing = self._take_targets()
                 if not missing:
-                    handed: list[Sealed] = []
-                    has_thread = self._start_thread(handed)  # order: nothing is sealed if this is interrupted
-                    handed.append(self._working_set.seal(state))
-                    handed[0].thread = self._thread
+                    sealed = self._working_set.seal(state)
+                    self._thread = sealed.thread = self._start_thread(sealed)
                     self._working_set.is_ending |= is_last
                     break
             self._working_set.grow(Shortage(missing, scratch=False))
-        self._working_set.recorder.worked("seal", f"generation {handed[0].generation}", begun)
-        if not has_thread:
-            self._finish(handed[0])
-        return handed[0].generation
+        self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun)
+        if sealed.thread is None:
+            self._finish(sealed)
+        return sealed.generation
 
-    def _start_thread(self, handed: list[Sealed]) -> bool:
-        """Start the thread that flushes the generations ``handed`` over when it gets the lock; False: there is none."""
+    def _start_thread(self, sealed: Sealed) -> ServiceThread | None:
+        """Start the thread that flushes ``sealed`` once it gets the lock; None where there can be none."""
         # A thread of its own, not a daemon: the interpreter waits for it, and no call can interrupt it.
-        thread = ServiceThread(target=self._finish_handed, args=(handed,), name="tiered-commit")
+        thread = ServiceThread(target=self._finish, args=(sealed,), name="tiered-commit")
         try:
             thread.start()
         except CapacityError:
-            self._thread = None
-            return False
-        self._thread = thread
-        return True
+            return None
+        return thread
 
     def defer(self, seal: Callable[[], object], producer: Producer) -> int:
         """Have ``seal``, which calls ``start``, called at the end of the pending work of ``producer``.
@@ -295,12 +291,6 @@ class Committer:
         return missing
 
     # Below: the flush, in its own thread, or in the caller's where none can be started
-
-    def _finish_handed(self, handed: list[Sealed]) -> None:
-        with self._condition:  # the starting thread holds the lock until it has sealed
-            pass
-        for sealed in handed:
-            self._finish(sealed)
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"

@@ -344,12 +344,6 @@ class KeyTable(PagedRows):
         if entry.row is row:  # no sealed one: that had all digests before
             entry.row = replace(row, digests=digests)
 
-    def put_off(self, entry: Entry) -> None:
-        """Note that a write of ``entry`` came to nothing, and is to be started again."""
-        if entry.is_pending:
-            assert self.sealed is not None
-            self.sealed.to_write.append(entry)
-
     def lost_target(self, entry: Entry, extents: Extents) -> None:
         """Note that a write to ``extents`` failed: nothing is written there again."""
         self.space.quarantine(extents)

@@ -274,9 +274,6 @@ class SwapInOut(Eviction):
                 entry.state = EntryState.CLEAN
                 self._swapped_out[0] += entry.nbytes
                 self._swapped_out[1] += 1
-            elif transfer.failed_piece is None:  # it was interrupted: nothing is wrong with the extents
-                entry.state = EntryState.DIRTY
-                self.put_off(entry)
             else:
                 if entry.is_pending:
                     self.sealed_error = self.sealed_error or transfer.error

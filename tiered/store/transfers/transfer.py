@@ -11,7 +11,6 @@ import functools
 import itertools
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from tiered.bytes.device.base import Device, IOClass, Operation
@@ -21,43 +20,24 @@ from tiered.store.format.row import Extent, Row, part_of, pieces
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.units import round_up
 
-__all__ = ["SLAB_NBYTES", "NotSubmittedError", "Progress", "Transfer", "start_all", "submit_all"]
+__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all", "submit_all"]
 
 
-def submit_all(devices: Sequence[Device], operations: Sequence[tuple[int, Operation]]) -> None:
+def submit_all(devices: Sequence[Device], operations: Iterable[tuple[int, Operation]]) -> None:
     """Submit operations, each with the number of its device; one that cannot be submitted ends with an error.
 
-    Those of one device are submitted together, in their order. An interrupt is raised: operations handed to a device by
-    then may be in flight, and end by themselves; the rest ends with an error.
+    Those of one device are submitted together, in their order.
     """
     by_device: dict[int, list[Operation]] = {}
-    handed: set[int] = set()  # devices
-    try:
-        for index, operation in operations:
-            by_device.setdefault(index, []).append(operation)
-        for index, group in by_device.items():
-            handed.add(index)
-            try:
-                devices[index].submit(group)
-            except (TieredError, OSError, ValueError) as error:  # none of them was started
-                _end(group, error)
-    except BaseException as error:
-        rest = [operation for index, operation in operations if index not in handed]
-        _end(rest, NotSubmittedError(error))
-        raise
-
-
-def _end(operations: Iterable[Operation], error: Exception) -> None:
-    for operation in operations:
-        operation.error = error
-        operation.on_done(operation)
-
-
-class NotSubmittedError(DeviceError):
-    """The caller's thread was kept from handing something to its device. It refers to no frames."""
-
-    def __init__(self, reason: BaseException) -> None:
-        super().__init__(f"it was not handed to the device: {reason!r}")
+    for index, operation in operations:
+        by_device.setdefault(index, []).append(operation)
+    for index, group in by_device.items():
+        try:
+            devices[index].submit(group)
+        except (TieredError, OSError, ValueError) as error:  # none of them was started
+            for operation in group:
+                operation.error = error
+                operation.on_done(operation)
 
 
 # -- transfer ----------------------------------------------------------------------------------------------------------
@@ -95,8 +75,8 @@ class Transfer:
 
     __slots__ = (
         "_alignment", "_devices", "_is_unchecked", "_lock", "_num_pieces_left", "_num_slabs_left", "_on_done",
-        "_on_moved", "_pieces_left", "_progress", "_slabs", "_start", "_store_uuid", "_threads", "_unsubmitted",
-        "digests", "error", "failed_piece", "first_slab", "io_class", "is_done", "memory", "row",
+        "_on_moved", "_pieces_left", "_progress", "_slabs", "_start", "_store_uuid", "_threads", "digests", "error",
+        "failed_piece", "first_slab", "io_class", "is_done", "memory", "row",
     )  # fmt: skip
 
     def __init__(
@@ -137,62 +117,35 @@ class Transfer:
         self._num_slabs_left = 0  # slabs with pieces at the devices, or that wait for their check
         self._is_unchecked = is_checked_by_owner and io_class is not IOClass.WRITE
         self._pieces_left: dict[int, int] = {}
-        self._unsubmitted = set(self._slabs)  # without any submitted piece
 
     @property
     def is_write(self) -> bool:
         return self.io_class is IOClass.WRITE
 
     def start(self) -> None:
-        """Submit everything; a failure to submit is an error of the transfer, and not raised.
-
-        An interrupt is raised. Pieces not submitted by then never are, and the transfer ends with an error but without
-        a ``failed_piece``.
-        """
-        if self.row.is_paged and not self._finds_pages():
-            return
+        """Submit everything; a failure is an error of the transfer, and not raised."""
+        operations: list[list[tuple[int, Operation]]] = []
         try:
+            if self.row.is_paged:
+                self._find_pages()
             operations = self._operations()
-            if not operations:  # a row of no bytes
-                self._on_done(self)
-            elif self.is_write and not self.row.digests:
-                for slab, pieces_of_slab in zip(self._slabs, operations, strict=True):
-                    self._compute(slab, functools.partial(self._write, slab, pieces_of_slab))
-            else:
-                all_operations = list(itertools.chain.from_iterable(operations))
-                self._unsubmitted.clear()
-                submit_all(self._devices, all_operations)
-        except BaseException as error:
-            left = [slab for slab in self._slabs if self._claim(slab)]
-            if left and len(left) == len(self._slabs):
-                self.cancel(error)
-            elif left:
-                self._slabs_done(len(left), NotSubmittedError(error))
-            raise
+        except Exception as error:  # nothing was submitted
+            self.error = _without_frames(error)
+        if not operations:  # a failure, or a row of no bytes
+            if self._on_moved is not None:
+                self._on_moved(self)
+            self._on_done(self)
+        elif self.is_write and not self.row.digests:
+            for slab, pieces_of_slab in zip(self._slabs, operations, strict=True):
+                self._compute(slab, functools.partial(self._write, slab, pieces_of_slab))
+        else:
+            submit_all(self._devices, itertools.chain.from_iterable(operations))
 
-    def _finds_pages(self) -> bool:
-        """Take extents and digests from the row's pages; False where that has ended the transfer with an error."""
-        try:
-            blocks = SLAB_NBYTES // self.row.block_nbytes
-            self._start = self._slabs.start * SLAB_NBYTES
-            self.row = part_of(self.row, self._slabs.start * blocks, len(self._slabs) * blocks)
-        except TieredError as error:
-            self._cancel(error)
-            return False
-        except BaseException as error:
-            self.cancel(error)
-            raise
-        return True
-
-    def cancel(self, reason: BaseException) -> None:
-        """End a transfer that has submitted nothing."""
-        self._cancel(NotSubmittedError(reason))
-
-    def _cancel(self, error: Exception) -> None:
-        self.error = error
-        if self._on_moved is not None:
-            self._on_moved(self)
-        self._on_done(self)
+    def _find_pages(self) -> None:
+        """Take extents and digests from the row's pages."""
+        blocks = SLAB_NBYTES // self.row.block_nbytes
+        self._start = self._slabs.start * SLAB_NBYTES
+        self.row = part_of(self.row, self._slabs.start * blocks, len(self._slabs) * blocks)
 
     def _operations(self) -> list[list[tuple[int, Operation]]]:
         """Return the operations of each slab, each with the number of its device, and count them."""
@@ -217,14 +170,6 @@ class Transfer:
             self.digests = bytearray(self.row.digests or self._digests_end(self._slabs[-1]) if operations else 0)
         return operations
 
-    def _claim(self, slab: int) -> bool:
-        """Whether the write of ``slab`` is the caller's to submit, or not to: True once."""
-        try:
-            self._unsubmitted.remove(slab)  # atomic
-        except KeyError:
-            return False
-        return True
-
     def _compute(self, slab: int, job: Callable[[], None]) -> None:
         """Call ``job``, which computes the digest of ``slab``: here, or in a thread for that."""
         if len(self._bytes_of(slab)) < WORTHWHILE_NBYTES:
@@ -233,20 +178,11 @@ class Transfer:
             self._threads.submit(self.io_class, job)
 
     def _write(self, slab: int, operations: list[tuple[int, Operation]]) -> None:
-        is_own = False
-        try:
-            is_own = self._claim(slab)
-            if not is_own:
-                return
-            row = self.row
-            content, block = self._bytes_of(slab), self._block(slab)
-            found = block_digests(content, self._store_uuid, row.key_id, row.block_nbytes, block, row.generation)
-            # Order: before the slab can be done, and with it the transfer.
-            self.digests[self._digests_end(slab) - len(found) : self._digests_end(slab)] = found
-        except BaseException as error:
-            if is_own:
-                self._slabs_done(1, NotSubmittedError(error))
-            raise
+        row, content = self.row, self._bytes_of(slab)
+        block = self._block(slab)
+        found = block_digests(content, self._store_uuid, row.key_id, row.block_nbytes, block, row.generation)
+        # Order: before the slab can be done, and with it the transfer.
+        self.digests[self._digests_end(slab) - len(found) : self._digests_end(slab)] = found
         submit_all(self._devices, operations)
 
     def _pieces(self, slab: int) -> list[tuple[Extent, memoryview]]:
@@ -280,9 +216,7 @@ class Transfer:
     def _piece_done(self, slab: int, piece: Extent, operation: Operation) -> None:
         failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
         with self._lock:
-            if isinstance(failure, NotSubmittedError):
-                self.error = self.error or failure
-            elif failure is not None and (self.error is None or (self.is_write and self.failed_piece is None)):
+            if failure is not None and self.error is None:
                 self.error, self.failed_piece = failure, piece
             self._pieces_left[slab] -= 1
             self._num_pieces_left -= 1
@@ -292,15 +226,15 @@ class Transfer:
         if is_moved and self._on_moved is not None:  # order: before the last slab can be done
             self._on_moved(self)
         if is_due:
-            self._compute(slab, lambda: self._slabs_done(1, self._check(slab)))
+            self._compute(slab, lambda: self._slab_done(self._check(slab)))
         elif is_complete:
-            self._slabs_done(1)
+            self._slab_done()
 
-    def _slabs_done(self, number: int, error: Exception | None = None) -> None:
-        self._progress.num_blocks += number
+    def _slab_done(self, error: Exception | None = None) -> None:
+        self._progress.num_blocks += 1
         with self._lock:
             self.error = self.error or error
-            self._num_slabs_left -= number
+            self._num_slabs_left -= 1
             is_last = not self._num_slabs_left
         if is_last:
             self._on_done(self)
@@ -384,15 +318,9 @@ class Transfer:
 
 
 def start_all(transfers: Iterable[Transfer]) -> None:
-    """Start ``transfers``. An interrupt is raised, and ends those that were not started."""
-    left = deque(transfers)
-    try:
-        while left:
-            left.popleft().start()
-    except BaseException as error:
-        for transfer in left:
-            transfer.cancel(error)
-        raise
+    """Start ``transfers``."""
+    for transfer in transfers:
+        transfer.start()
 
 
 def _without_frames(error: Exception) -> Exception:

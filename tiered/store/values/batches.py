@@ -76,7 +76,7 @@ class _Batch:
         self._num_left = len(self._operations)
 
     def start(self) -> None:
-        """Submit everything; raises interrupts only, and ends with an error then."""
+        """Submit everything."""
         operations, self._operations = self._operations, []  # lifetime: each refers to this batch
         submit_all(self._devices, operations)
         if not operations:
