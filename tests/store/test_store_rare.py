@@ -21,7 +21,6 @@ from tiered.store.generations import commit as commit_module
 from tiered.store.lifetime import opening
 from tiered.store.lifetime.opening import Parts, dram_budget
 from tiered.store.residency.residency import Lease
-from tiered.store.space.extents import DeviceSpace, FreeRanges
 from tiered.store.store import Store
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
@@ -140,12 +139,6 @@ def test_what_a_running_commit_supersedes_counts_as_freed_by_the_next(gated: Gat
 # -- space ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_empty_range_changes_nothing() -> None:
-    ranges = FreeRanges()
-    ranges.add(5, 5)
-    assert (ranges.nbytes, ranges.longest_nbytes) == (0, 0)
-
-
 def test_a_scratch_file_that_is_there_brings_no_space() -> None:
     disk = SimulatedDisk(capacity_nbytes=1 * MiB, can_lose_power=False)
     MemoryDevice(disk, 0).grow(SCRATCH, 64 * KiB)
@@ -215,13 +208,6 @@ def test_a_streamed_put_that_cannot_take_its_place_gives_its_extents_back(gated:
     assert store.statistics().used_bytes == used
     assert lease[0].release()
     assert torch.equal(store["a"], numbers(100))
-
-
-def test_a_file_as_large_as_it_may_be_is_passed_over_when_space_grows() -> None:
-    space = DeviceSpace(4 * KiB, 0)
-    space.extend(0, 0, 8 * KiB)
-    assert [*space.growth(4 * KiB, 0, cap=8 * KiB, room=None)] == [(1, 8 * KiB)]
-    assert [*space.growth(12 * KiB, 0, cap=8 * KiB, room=None)] == [(1, 8 * KiB), (2, 8 * KiB)]
 
 
 def test_one_grows_after_the_other(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

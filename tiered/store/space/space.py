@@ -159,6 +159,7 @@ class Space:
         self.store_uuid = store_uuid
         self.digest_threads = DigestThreads()
         self.progress = Progress()  # of all transfers
+        self.quarantined_nbytes = 0  # lost to this process
         self._condition = condition
         self._deadline_s = deadline_s
         self._spared_nbytes = spared_nbytes
@@ -176,15 +177,12 @@ class Space:
 
     @property
     def used_nbytes(self) -> int:
-        return self._allocator.used_nbytes() + self._allocator.used_nbytes(scratch=True)
+        used = self._allocator.used_nbytes() + self._allocator.used_nbytes(scratch=True)
+        return used - self.quarantined_nbytes
 
     @property
     def free_nbytes(self) -> int:
         return self._allocator.free_nbytes() + self._allocator.free_nbytes(scratch=True)
-
-    @property
-    def quarantined_nbytes(self) -> int:
-        return self._allocator.quarantined_nbytes
 
     def round_up(self, nbytes: int) -> int:
         """Return the bytes that ``nbytes`` take on the devices, and in a buffer that is to be read or written."""
@@ -245,7 +243,7 @@ class Space:
 
     def quarantine(self, extents: Extents) -> None:
         """Never use ``extents`` again: a write to them failed, and their contents are unknown."""
-        self._allocator.quarantine(extents)
+        self.quarantined_nbytes += sum(extent.nbytes for extent in extents)  # and they stay taken
 
     def is_streaming(self, extents: Extents) -> bool:
         return extents in self._streams
@@ -283,21 +281,11 @@ class Space:
                 deadline.wait(self._condition)
             self._is_growing = True
         try:
-            self._adopt()
             self._grow_by(nbytes, scratch=scratch)
         finally:
             with self._condition:
                 self._is_growing = False
                 self._condition.notify_all()
-
-    def _adopt(self) -> None:
-        """Make ranges of the files free that no record knows: an interrupt came when they had grown."""
-        for index, device in enumerate(self.devices):
-            for file, nbytes in sorted(device.files().items()):
-                with self._condition:
-                    known_nbytes = self._allocator.file_nbytes(index, file)
-                    if known_nbytes < nbytes:
-                        self._allocator.add_space(index, file, known_nbytes, nbytes)
 
     def _grow_by(self, nbytes: int, *, scratch: bool) -> None:
         """Grow files until ``nbytes`` are free, by another plan where a device has less room than it said."""
@@ -308,7 +296,7 @@ class Space:
                 for index, device in enumerate(self.devices)
             ]
             with self._condition:
-                plan = self._allocator.plan_growth(nbytes, scratch=scratch, room=room)
+                plan = self._allocator.plan_growth(nbytes, room, scratch=scratch)
             try:
                 for index, file, size in plan:
                     self._grow(index, file, size)
