@@ -4,9 +4,9 @@ It is accounting and no part of a commit: a store opens without it, or with a da
 The file is two slots of a page; the valid one with the greater sequence counts. A rewrite is one write in place, to the
 slot that is not known to be durable, so a kill or a power cut leaves the other one. A rename would cost a new file and
 a flush of the directory for the same. A slot's fields lie in its first 512 bytes, which drives write whole; the slots
-have a page each, because drives with sectors of 4096 bytes write the neighbours, too. The thread of an open store wakes
-after each quarter of a step on any device and after each commit, and writes every count that has grown. So neither a
-commit, nor a device's thread, nor a caller waits for a ledger, but close, which makes them durable.
+have a page each, because drives with sectors of 4096 bytes write the neighbours, too. Counts that have grown are
+written after each quarter of a step on any device and after each commit: a page into the kernel's cache. Counts are
+made durable at close, and behind a commit that comes most of a step after the last time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import errno
 import logging
 import os
-import queue
 import struct
 import threading
 import time
@@ -24,11 +23,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tiered.bytes.critical_section import ServiceThread
+from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.exit_and_fork import after_fork, at_exit, this_process
-from tiered.bytes.private_file import create_private_file, refuse_trap
-from tiered.errors import CapacityError
+from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.store.format.checksum import digest
 from tiered.units import MiB
 
@@ -47,7 +45,7 @@ _FILE_NBYTES = 2 * _SLOT_NBYTES
 LEDGER_NAME = "ledger"
 
 STEP_NBYTES = 256 * MiB
-"""A kill or a power cut loses no more of a count: it is written for each quarter of that, durably for three."""
+"""A kill loses no more of a count, which is written for each quarter of that."""
 
 _MOST = 1 << 62  # of any count; no drive lives so long
 _LATEST_S = 253_402_300_799  # the last second of the year 9999
@@ -127,7 +125,6 @@ class LedgerFile:
         self._durable_bytes = 0  # of the count, as far as a power cut leaves it
         self._slot = 0  # the one to write next: never the durable one
         self._fd: int | None = None  # None: there is no file to write to
-        self._directory_fd: int | None = None  # until the name is durable
         self._has_warned = False
 
     def open(self) -> None:
@@ -158,10 +155,10 @@ class LedgerFile:
         if len(own) < len(slots):
             _log.warning("%s is damaged in one half: its count of bytes written goes on from the other one", self.path)
 
-    def update(self, data_bytes: int, catalog_bytes: int, *, is_last: bool = False) -> None:
+    def update(self, data_bytes: int, catalog_bytes: int, *, flushes_from: int = _MOST) -> None:
         """Write the count with what this process has written; blocks.
 
-        It survives a kill then, and a power cut where it is the last one or most of a step more than the durable one.
+        It survives a kill then, and a power cut where it is ``flushes_from`` bytes or more ahead of the durable one.
         """
         data_bytes += self.opened.data_bytes
         catalog_bytes += self.opened.catalog_bytes
@@ -170,47 +167,35 @@ class LedgerFile:
             self.ledger = replace(
                 self.ledger, data_bytes=data_bytes, catalog_bytes=catalog_bytes, sequence=self.ledger.sequence + 1
             )
-        lacking = self.ledger.write_bytes - self._durable_bytes
-        is_durable = lacking >= STEP_NBYTES * 3 // 4 or (is_last and (lacking > 0 or self._directory_fd is not None))
-        if self._fd is not None and (has_grown or is_durable):
-            with self._warning_once():
-                self._write(self._fd, is_durable=is_durable)
+        is_durable = self.ledger.write_bytes - self._durable_bytes >= flushes_from
+        if self._fd is None or not (has_grown or is_durable):
+            return
+        with self._warning_once():
+            _write_whole(self._fd, self.ledger.encode(), self._slot * _SLOT_NBYTES)
+            if is_durable:
+                os.fdatasync(self._fd)
+                self._durable_bytes = self.ledger.write_bytes
+                self._slot = 1 - self._slot  # order: only now may the other one be written over
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
-        self._close_directory()
-
-    def _close_directory(self) -> None:
-        fd, self._directory_fd = self._directory_fd, None
-        if fd is not None:
-            os.close(fd)
 
     def _begin(self) -> None:
-        """Make a new file with the same count in both slots; its name is not durable yet."""
+        """Make a new file with the same count in both slots."""
         with self._warning_once():
             self.path.unlink(missing_ok=True)  # of no use; and nothing else reads it
             self._fd = create_private_file(self.path)
             try:
                 _write_whole(self._fd, self.ledger.encode() * 2, 0)
-                self._directory_fd = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fsync_directory(self.path.parent)
             except BaseException:
                 self.close()
                 with contextlib.suppress(OSError):
                     self.path.unlink()  # else it would look damaged
                 raise
-
-    def _write(self, fd: int, *, is_durable: bool) -> None:
-        _write_whole(fd, self.ledger.encode(), self._slot * _SLOT_NBYTES)
-        if is_durable:
-            os.fdatasync(fd)
-            if self._directory_fd is not None:
-                os.fsync(self._directory_fd)
-            self._close_directory()
-            self._durable_bytes = self.ledger.write_bytes
-            self._slot = 1 - self._slot  # order: only now may the other one be written over
 
     @contextlib.contextmanager
     def _warning_once(self) -> Iterator[None]:
@@ -234,14 +219,10 @@ def _write_whole(fd: int, content: bytes, offset: int) -> None:
 # -- the ledgers of an open store --------------------------------------------------------------------------------------
 
 
-_WAKE_UPS_PER_STEP = 4  # so that the thread may wait for a drive, or for its turn, and a kill still loses one at most
-_DEADLINE_S = 60.0
-
-
 class Ledgers:
     """The ledgers of one store; of none where it has none to keep: without durable files, or opened to read.
 
-    Only the thread writes; where none can be started, only ``close`` does. Nothing here raises for a ledger's sake.
+    Threads of devices and of commits write them, one at a time. Nothing here raises for a ledger's sake.
     """
 
     def __init__(self, directories: Sequence[Path] = (), store_uuid: bytes = b"") -> None:
@@ -249,12 +230,10 @@ class Ledgers:
         self._files = [LedgerFile(path, store_uuid, index) for index, path in enumerate(directories)]
         self._devices: Sequence[FileDevice] = ()
         self._catalog_bytes = 0
-        self._wake_ups = queue.SimpleQueue[None]()  # whose put never blocks, and may interrupt itself
-        self._is_started = self._is_ending = False
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         # Order: after the devices' own end, added later: their counts are final then.
         at_exit(self, Ledgers.close)
-        after_fork(self, Ledgers._close_in_child)
+        after_fork(self, Ledgers._close_files)
 
     def watch(self, devices: Sequence[FileDevice]) -> None:
         """Have ``start`` count what ``devices``, in the order of the directories, have written since their opening."""
@@ -266,24 +245,15 @@ class Ledgers:
         Order: when nothing can refuse the store any more, as what is refused is not written to. Raises UsageError for
         a trap in the place of a ledger.
         """
-        if not self._files:
-            return
         for file in self._files:
             file.open()
-        self._is_started = True
-        thread = ServiceThread(target=self._run, name="tiered-ledger")
-        try:
-            thread.start()
-        except CapacityError:
-            return
-        self._thread = thread
-        for device in self._devices:
-            device.watch_writes(STEP_NBYTES // _WAKE_UPS_PER_STEP, self._wake)
+        for device in self._devices if self._files else ():
+            device.watch_writes(STEP_NBYTES // 4, self._update)
 
     def note_commit(self, catalog_bytes: int) -> None:
-        """Have the counts written soon, with the bytes that this process has written to the catalog; never blocks."""
+        """Write the counts, with the bytes that this process has written to the catalog; may block for a flush."""
         self._catalog_bytes = catalog_bytes
-        self._wake()
+        self._update(flushes_from=STEP_NBYTES * 3 // 4)
 
     @property
     def earlier_bytes(self) -> int | None:
@@ -291,51 +261,28 @@ class Ledgers:
         return sum(file.opened.write_bytes for file in self._files) if self._files else None
 
     def close(self) -> None:
-        """Make the counts durable, end the thread, close the files; blocks. Idempotent; does nothing in a child."""
-        if not self._process.is_here or (self._is_started and not self._end()):
-            return
-        for file in self._files:
-            file.close()
+        """Make the counts durable, close the files; blocks. Idempotent; does nothing in a child."""
+        if self._process.is_here:
+            self._update(flushes_from=1)
+            self._close_files()
 
-    def _end(self) -> bool:
-        """Write the last counts; return whether nothing is written any more."""
-        is_first, self._is_ending = not self._is_ending, True
-        if self._thread is None:
-            if is_first:
-                self._update(is_last=True)
-            return True
-        self._wake()  # order: after the flag
-        self._thread.join(_DEADLINE_S)
-        if self._thread.is_alive():
-            names = ", ".join(str(file.path) for file in self._files)
-            _log.warning("%s: a write has not ended in %g s, and is not waited for any longer", names, _DEADLINE_S)
-        return not self._thread.is_alive()
-
-    def _close_in_child(self) -> None:
+    def _close_files(self) -> None:
         for file in self._files:
             file.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_ending else "open"
-        return f"<Ledgers {[str(file.path) for file in self._files]}, {state}>"
+        return f"<Ledgers {[str(file.path) for file in self._files]}>"
 
-    def _wake(self) -> None:
-        if self._thread is not None:
-            self._wake_ups.put(None)
-
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            self._wake_ups.get()
-            while not self._wake_ups.empty():  # all that have come by now are served by one update
-                self._wake_ups.get()
-            is_last = self._is_ending
-            self._update(is_last=is_last)
-
-    def _update(self, *, is_last: bool) -> None:
-        for index, (file, device) in enumerate(zip(self._files, self._devices, strict=False)):
+    def _update(self, *, flushes_from: int = _MOST) -> None:
+        with CRITICAL_SECTION.lock:
+            # Only close waits for its turn: the count of any other comes with the next one.
+            if not self._lock.acquire(blocking=flushes_from == 1):
+                return
             try:
-                catalog_bytes = 0 if index else self._catalog_bytes
-                file.update(device.statistics().write_bytes, catalog_bytes, is_last=is_last)
-            except Exception:  # a bug of ours; the other ledgers, and the next update, do without it
-                _log.exception("%s was not written", file.path)
+                for index, (file, device) in enumerate(zip(self._files, self._devices, strict=False)):
+                    catalog_bytes = 0 if index else self._catalog_bytes
+                    file.update(device.statistics().write_bytes, catalog_bytes, flushes_from=flushes_from)
+            except Exception:  # a bug of ours; the next update does without it
+                _log.exception("the bytes written were not counted")
+            finally:
+                self._lock.release()
