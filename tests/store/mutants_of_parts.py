@@ -9,7 +9,6 @@ from tests.store import test_external, test_parts
 from tests.store.mutants import Patch, mutant
 from tiered.store.format.row import Page, Row
 from tiered.store.lifetime import external as external_module
-from tiered.store.lifetime.external import SlabReads
 from tiered.store.residency.paged_rows import Pages, places_of
 from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Readers
@@ -75,9 +74,9 @@ def _without_check(check: Any) -> Any:
 
 @mutant(test_external.test_another_file_under_the_name_is_refused_or_found)
 def any_file_will_do(patch: Patch) -> None:
-    patch.setattr(external_module, "find_files", lambda needed, given, rows, reads: dict.fromkeys(needed, 0))
+    patch.setattr(external_module, "_find_files", lambda needed, given, rows, is_right: dict.fromkeys(needed, 0))
 
 
 @mutant(test_external.test_copies_and_damaged_look_alikes_are_taken_by_name_and_order)
 def of_files_that_look_alike_the_first_will_do(patch: Patch) -> None:
-    patch.setattr(SlabReads, "is_right", lambda reads, row, slab, indices: True)
+    patch.setattr(external_module, "_reads_of", lambda device, store_uuid: lambda row, slab, indices: True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
@@ -21,7 +20,6 @@ from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
-from tiered.store.generations import commit
 from tiered.store.lifetime import external
 from tiered.store.store import Store
 from tiered.store.transfers.transfer import SLAB_NBYTES
@@ -167,19 +165,6 @@ def test_reads_of_external_files_are_counted_as_the_system_counts_them(tmp_path:
             store.commit()
         counted = store.statistics().read_bytes - counted
         assert counted >= 16 * MiB and counted == pytest.approx(rchar() - before, rel=0.02)
-
-
-def test_a_commit_that_reads_for_long_says_in_the_log_how_far_it_is(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(commit, "_EVERY_S", -1.0)
-    caplog.set_level(logging.INFO, "tiered")
-    with opened(tmp_path, base) as store:
-        store.adopt("large", base, "large")
-        store.adopt("small", base, "small")
-        store.commit()
-        said = [each.getMessage() for each in caplog.records if each.getMessage().startswith("digests of external")]
-    assert said == [f"digests of external files: {read} MiB of 9.0 MiB read" for read in ("4.0", "8.0", "9.0", "9.0")]
 
 
 def test_what_is_adopted_while_a_commit_begins_has_its_digests_in_it(
@@ -770,24 +755,6 @@ def test_a_file_that_took_the_name_of_another_is_known_by_its_bytes(tmp_path: Pa
     for files in ([first, second], [second, first]):
         with Store(tmp_path / "run", dram="16MiB", external=files) as store:
             assert same(store["first"], numbers(9000, 1)) and same(store["second"], numbers(9000, 2))
-
-
-def test_a_block_that_lies_in_two_files_tells_both_apart(tmp_path: Path) -> None:
-    """As that of a small unit at the border of two shards."""
-    shards = [[tmp_path / model / f"{number}.safetensors" for number in (1, 2)] for model in ("base", "tuned")]
-    for seed, paths in enumerate(shards):
-        paths[0].parent.mkdir()
-        for number, path in enumerate(paths):
-            save_file({"w": numbers(3000 + number, 10 * seed + number)}, path)
-    files = [paths[0].parent for paths in shards]
-    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
-        ranges = []
-        for start, path in zip((0, 5000), shards[1], strict=True):
-            entry = store.external.find(path, "w")
-            ranges.append(ExternalRange(start, store.external.number(path), entry.offset, entry.nbytes))
-        adopt(store.working_set, "unit", Spec(torch.uint8, (9000,)), ranges)
-    with Store(tmp_path / "run", dram="16MiB", external=files) as store:
-        assert same(store["unit"][:3000], numbers(3000, 10)) and same(store["unit"][5000:8001], numbers(3001, 11))
 
 
 def test_copies_and_damaged_look_alikes_are_taken_by_name_and_order(tmp_path: Path) -> None:

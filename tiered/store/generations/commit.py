@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -30,18 +29,16 @@ from tiered.store.residency.key_table import Sealed
 from tiered.store.residency.paged_rows import hand_out_pages, look_up_pages
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer, start_all
+from tiered.store.transfers.transfer import Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.recorder import Wait
-from tiered.units import MiB, format_bytes
+from tiered.units import MiB
 
 __all__ = ["Committer", "are_known", "find_digests"]
 
-
-_EVERY_S = 10.0  # a line in the log
 
 _log = logging.getLogger("tiered")
 
@@ -77,29 +74,26 @@ def find_digests(working_set: Residency, external: ExternalSources) -> dict[Entr
             raise UsageError(f"an external file was changed while the store was open: {what}; open the store again")
         if not missing:
             return found
-        progress = _Progress(sum(row.nbytes for row in missing.values()))
         for entry, row in missing.items():
-            _read(working_set, entry, row, progress)
+            _read(working_set, entry, row)
 
 
 def _refuse_lost(working_set: Residency, lost: Mapping[int, str]) -> None:
     """Raise UsageError for a record in one of the ``lost`` files."""
     with working_set.condition:
         entries = working_set.entries
-        for entry in map(entries.peek, entries) if lost else ():
-            row = None if entry is None else entry.row
-            what = (
-                next((lost[each.file] for each in row.ranges if each.file in lost), None) if row is not None else None
-            )
-            if row is not None and what is not None:
+        rows = [entry.row for entry in map(entries.peek, entries) if entry is not None] if lost else []
+    for row in rows:
+        for each in () if row is None else row.ranges:
+            if row is not None and each.file in lost:
                 raise UsageError(
                     f"{row.name!r} lies in an external file that has lost its name, and the store could not be opened"
-                    f" again: {what}. Move that file back and commit again; or copy its bytes to a file, close() the"
-                    " store with commit=False, and open it with that file in external=[...]"
+                    f" again: {lost[each.file]}. Move that file back and commit again; or copy its bytes to a file,"
+                    " close() the store with commit=False, and open it with that file in external=[...]"
                 )
 
 
-def _read(working_set: Residency, entry: Entry, row: Row, progress: _Progress) -> None:
+def _read(working_set: Residency, entry: Entry, row: Row) -> None:
     digests: list[bytes] = []
 
     def read(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
@@ -107,26 +101,11 @@ def _read(working_set: Residency, entry: Entry, row: Row, progress: _Progress) -
         yield transfer
         transfer.raise_error()
         digests.append(bytes(transfer.digests))  # in order, as the window finishes its jobs
-        progress.note(min(SLAB_NBYTES, row.nbytes - slab * SLAB_NBYTES))
 
     with Window(working_set) as window:
         window.run(slab_jobs(row, read))
     with working_set.condition:
         working_set.learn_digests(entry, row, b"".join(digests))
-
-
-class _Progress:
-    """A line in the log now and then."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._left, self._nbytes, self._said_s = nbytes, nbytes, time.monotonic()
-
-    def note(self, nbytes: int) -> None:
-        self._left -= nbytes
-        if time.monotonic() - self._said_s > _EVERY_S:
-            self._said_s = time.monotonic()
-            read = format_bytes(self._nbytes - self._left)
-            _log.info("digests of external files: %s of %s read", read, format_bytes(self._nbytes))
 
 
 # -- commit ------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ in them is read, and the digests of its blocks decide; the first commit has all 
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tiered.bytes.condition import Condition
 from tiered.bytes.device.base import Device, IOClass
@@ -31,16 +29,18 @@ from tiered.store.transfers.transfer import SLAB_NBYTES, Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import format_bytes
 
-__all__ = ["ExternalSources", "SlabReads", "find_files"]
+__all__ = ["ExternalSources"]
 
 
 _DEADLINE_S = 60.0  # of one read
 _MOST_READ = 32  # slabs of a file, for each that it may be: copies of a large model are not read as a whole
-_MOST_CHOICES = 16  # for a slab that lies in several files
+
+IsRight = Callable[[Row, int, dict[int, int]], bool]
+"""Whether a slab of a row matches its digests where the numbered files have these places on the device."""
 
 
-def find_files(
-    needed: Mapping[int, ExternalFile], given: Sequence[ExternalFile], rows: Iterable[Row], reads: SlabReads
+def _find_files(
+    needed: Mapping[int, ExternalFile], given: Sequence[ExternalFile], rows: Sequence[Row], is_right: IsRight
 ) -> dict[int, int]:
     """Return which of the files ``given`` is each of those ``needed``, by number; none for one that is not there.
 
@@ -50,9 +50,11 @@ def find_files(
     choices: dict[int, list[int]] = {}
     for number, file in needed.items():
         alike = [index for index, each in enumerate(given) if _looks(each) == _looks(file)]
+        if len(alike) > 1:
+            slabs = _some_slabs(rows, number)
+            right = [index for index in alike if all(is_right(row, slab, {number: index}) for row, slab in slabs)]
+            alike = right or alike
         choices[number] = sorted(alike, key=lambda index: given[index].name != file.name)
-    if any(len(each) > 1 for each in choices.values()):
-        _narrow(choices, rows, reads)
     found: dict[int, int] = {}
     for number in sorted(choices, key=lambda number: len(choices[number])):
         free = [index for index in choices[number] if index not in found.values()]
@@ -65,44 +67,25 @@ def _looks(file: ExternalFile) -> tuple[int, int]:
     return file.nbytes, file.header_digest
 
 
-def _narrow(choices: dict[int, list[int]], rows: Iterable[Row], reads: SlabReads) -> None:
-    """Take out of ``choices`` the files that have other bytes, where some have the right ones."""
-    num_read: Counter[int] = Counter()
-    for row, slab, files in _slabs(rows):
-        open_ = [file for file in files if len(choices[file]) > 1 and num_read[file] < _MOST_READ]
-        tries = list(itertools.islice(itertools.product(*(choices[file] for file in files)), _MOST_CHOICES + 1))
-        if not open_ or len(tries) > _MOST_CHOICES:
-            continue
-        num_read.update(open_)
-        right = [each for each in tries if reads.is_right(row, slab, dict(zip(files, each, strict=True)))]
-        for file, indices in zip(files, zip(*right, strict=True), strict=False):  # none where all have other bytes
-            choices[file] = [index for index in choices[file] if index in indices]
-        if not any(len(choices[file]) > 1 and num_read[file] < _MOST_READ for file in choices):
-            return
+def _some_slabs(rows: Iterable[Row], number: int) -> list[tuple[Row, int]]:
+    """Return slabs of ``rows`` that lie in the file ``number`` and in no other, a few from all over the file."""
+    found = []
+    for row in rows:
+        for slab in range(
+            num_blocks(row.nbytes, SLAB_NBYTES) if any(each.file == number for each in row.ranges) else 0
+        ):
+            start, end = slab * SLAB_NBYTES, (slab + 1) * SLAB_NBYTES
+            files = {each.file for each in row.ranges if each.start < end and each.start + each.nbytes > start}
+            if files == {number}:
+                found.append((row, slab))
+    return random.Random(0).sample(found, min(len(found), _MOST_READ))
 
 
-def _slabs(rows: Iterable[Row]) -> Iterator[tuple[Row, int, list[int]]]:
-    """Yield slabs of ``rows`` and the numbers of the files that each lies in: one of each row first, then others."""
-    places = [(row, slab) for row in rows for slab in range(num_blocks(row.nbytes, SLAB_NBYTES))]
-    random.Random(0).shuffle(places)  # so that the few that are read are from all over the file
-    places.sort(key=lambda place: place[1] > 0)
-    for row, slab in places:
-        start, end = slab * SLAB_NBYTES, (slab + 1) * SLAB_NBYTES
-        files = {each.file for each in row.ranges if each.start < end and each.start + each.nbytes > start}
-        if files:
-            yield row, slab, sorted(files)
+def _reads_of(device: Device, store_uuid: bytes) -> IsRight:
+    """Return a function that reads a slab; it blocks, and raises DeadlineError."""
+    threads = DigestThreads()  # it starts none: the caller checks
 
-
-class SlabReads:
-    """Reads of slabs of external records, to see whether their bytes are in this file or in that."""
-
-    def __init__(self, device: Device, store_uuid: bytes) -> None:
-        self._device = device
-        self._store_uuid = store_uuid
-        self._threads = DigestThreads()  # it starts none: the caller checks
-
-    def is_right(self, row: Row, slab: int, indices: Mapping[int, int]) -> bool:
-        """Return whether the slab matches its digests where ``indices`` has the files; blocks. Raises DeadlineError."""
+    def is_right(row: Row, slab: int, indices: dict[int, int]) -> bool:
         condition, done = Condition(), list[Transfer]()
 
         def note(transfer: Transfer) -> None:
@@ -111,13 +94,13 @@ class SlabReads:
                 condition.notify_all()
 
         transfer = ExternalRead(
-            self._device,
+            device,
             indices,
-            self._store_uuid,
+            store_uuid,
             row,
             memory=memoryview(mmap.mmap(-1, SLAB_NBYTES)),  # lifetime: the transfer's, past a deadline too
             io_class=IOClass.DEMAND,
-            threads=self._threads,
+            threads=threads,
             progress=Progress(),
             on_done=note,
             first_slab=slab,
@@ -130,6 +113,8 @@ class SlabReads:
                 deadline.wait(condition)
         transfer.check()
         return transfer.error is None
+
+    return is_right
 
 
 # -- external ----------------------------------------------------------------------------------------------------------
@@ -177,13 +162,14 @@ class ExternalSources:
         All others that the catalog has are forgotten, and their numbers are free. Raises UsageError for a file that is
         missing or changed.
         """
-        needed = {each.file for row in rows.external() for each in row.ranges} if root.external else set()
+        external = list(rows.external()) if root.external else []
+        needed = {each.file for row in external for each in row.ranges}
         self.files = root.external[: max(needed, default=-1) + 1]
         self._free = [number for number in range(len(self.files)) if number not in needed]
         if needed and self._device is not None:
-            reads = SlabReads(self._device, root.store_uuid)
             files = {number: self.files[number] for number in sorted(needed)}
-            self.indices.update(find_files(files, self._identities, rows.external(), reads))
+            is_right = _reads_of(self._device, root.store_uuid)
+            self.indices.update(_find_files(files, self._identities, external, is_right))
         missing = needed - self.indices.keys()
         if missing:
             raise self._missing(self.files[min(missing)])
