@@ -147,7 +147,7 @@ class CommittedTensors:
     """
 
     def __init__(self, store: Store) -> None:
-        """Raises UsageError for a state that is no model's, and for a dtype that this torch lacks."""
+        """Raises UsageError for a state that is no model's."""
         state = store.registered_state("tiered.model")
         self._store = store
         self._lease: Lease | None = None
@@ -169,8 +169,6 @@ class CommittedTensors:
 
     def _add_plain_tensors(self) -> None:
         for record in self._store.records():
-            if isinstance(record.dtype, str):
-                raise UsageError(f"{record.name} is {record.dtype}, which this torch lacks; expected a newer one")
             looks = torch.empty(record.shape, dtype=record.dtype, device="meta")
             self.tensors[record.name] = DeferredTensor.of(looks, partial(self._store.__getitem__, record.name))
 

@@ -43,7 +43,6 @@ __all__ = [
     "Page",
     "Row",
     "Spec",
-    "UnknownSpec",
     "content_nbytes",
     "cut",
     "decode_page",
@@ -479,51 +478,23 @@ class Spec:
 
     @classmethod
     def of(cls, row: Row) -> Spec:
-        """Return the spec a catalog row names. Raises CorruptionError when the row contradicts itself."""
-        spec = _spec_named(row.dtype, row.shape, row.block_nbytes) or UnknownSpec(row)
+        """Return the spec a catalog row names.
+
+        Raises CorruptionError when the row contradicts itself, UsageError for a dtype of a newer torch.
+        """
+        dtype = _DTYPES.get(row.dtype)
+        if dtype is None:
+            raise UsageError(
+                f"{row.name!r} has a dtype that this torch does not know: {row.dtype!r}, this is torch "
+                f"{torch.__version__}; open the store with the torch that wrote it"
+            )
+        spec = _spec(dtype, row.shape, row.block_nbytes)
         if spec.nbytes != row.nbytes:
             problem = f"{row.nbytes} bytes for shape {row.shape} of {row.dtype}"
             raise CorruptionError(f"the catalog row of {row.name!r} has {problem}", key=row.name)
         return spec
 
 
-class UnknownSpec(Spec):
-    """The spec of a row with a dtype of a newer torch. It has all facts of a tensor but the dtype itself."""
-
-    __slots__ = ("_row",)
-
-    _row: Row
-
-    def __init__(self, row: Row) -> None:
-        object.__setattr__(self, "shape", row.shape)
-        object.__setattr__(self, "block_nbytes", row.block_nbytes)
-        object.__setattr__(self, "nbytes", row.nbytes)
-        object.__setattr__(self, "_row", row)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Raise UsageError: the caller is about to make a tensor."""
-        raise self.refusal()
-
-    def refusal(self) -> UsageError:
-        """Return the error for a caller that wants the tensor."""
-        return UsageError(
-            f"{self._row.name!r} has a dtype that this torch does not know: {self._row.dtype!r}, this is torch "
-            f"{torch.__version__}; open the store with the torch that wrote it. Its other keys can be used"
-        )
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as the catalog row has it."""
-        return self._row.dtype
-
-
 @functools.lru_cache(maxsize=1024)  # of a million keys, most look alike
 def _spec(dtype: torch.dtype, shape: tuple[int, ...], block_nbytes: int) -> Spec:
     return Spec(dtype, shape, block_nbytes)
-
-
-@functools.lru_cache(maxsize=1024)
-def _spec_named(dtype_name: str, shape: tuple[int, ...], block_nbytes: int) -> Spec | None:
-    dtype = _DTYPES.get(dtype_name)
-    return None if dtype is None else Spec(dtype, shape, block_nbytes)

@@ -14,7 +14,7 @@ import torch
 
 from tiered.bytes.arena import Buffer, Watched
 from tiered.errors import LeaseError, UsageError
-from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, UnknownSpec
+from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec
 from tiered.store.waiting.calling_thread import this_thread
 
 __all__ = [
@@ -57,7 +57,7 @@ class Record:
     """The facts about a key that ``Store.records`` returns."""
 
     name: str
-    dtype: torch.dtype | str  # its name where this torch does not know it
+    dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
     generation: int  # that its newest landed bytes were written for; -1: none landed yet
@@ -218,8 +218,6 @@ class Entry:
 
     def needs(self, mode: str) -> LeaseNeeds:
         """Return what a lease lacks. Raises LeaseError for a lease in the way, UsageError for bytes never written."""
-        if isinstance(self.spec, UnknownSpec):  # order: before a buffer is granted
-            raise self.spec.refusal()
         residence, state = self.residence, self.state
         if residence is not None and (residence.open_writers or (mode != "r" and residence.open_readers)):
             if residence.updater not in (None, this_thread()):
@@ -244,7 +242,7 @@ class Entry:
         """Return the facts that the public face shows of this key."""
         return Record(
             name=self.name,
-            dtype=self.spec.dtype_name if isinstance(self.spec, UnknownSpec) else self.spec.dtype,
+            dtype=self.spec.dtype,
             shape=self.spec.shape,
             nbytes=self.nbytes,
             generation=-1 if self.row is None else self.row.generation,
