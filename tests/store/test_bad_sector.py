@@ -90,8 +90,8 @@ def test_the_key_of_a_bad_sector_can_be_dropped_and_no_other(gated: GatedStore, 
     values = reopened(gated, number)
     with pytest.raises(UsageError, match=r"'streamed' is not damaged.*nothing was dropped"):
         gated.store.drop_damaged(["ordinary", "streamed"])
-    (dropped,) = gated.store.drop_damaged(["ordinary"])
-    assert dropped.name == "ordinary" and [error.errno for error in dropped.errors] == [number]
+    assert [error.errno for error in gated.store.verify().errors] == [number]
+    gated.store.drop_damaged(["ordinary"])
     assert gated.store.generation == 2 and gated.store.verify().is_clean
     del values["ordinary"]
     assert set(gated.store) == set(values)

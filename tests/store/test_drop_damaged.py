@@ -49,11 +49,9 @@ def files(run: Path) -> dict[str, bytes]:
 
 
 def test_named_damaged_keys_go_and_all_else_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    offset = place(run, "a")
     assert main(["verify", str(run), "--drop", "a"]) == 1  # "c" is damaged still
     said = " ".join(capsys.readouterr().out.split())
-    assert f"dropped 'a': 5.0 MiB in {run}/data-000 at offset {offset}, {NBYTES:,} bytes" in said
-    assert "generation 2 is without them; still damaged: 'c'" in said
+    assert "dropped 'a': generation 2 is without them; still damaged: 'c'" in said
     with Store(run, dram=DRAM) as store:
         assert set(store) == {"b", "c", "inline"} and store.generation == 2
         assert torch.equal(store["b"], numbers(NBYTES, 1)) and torch.equal(store["inline"], numbers(100))
@@ -106,7 +104,7 @@ def test_a_store_in_use_drops_nothing(run: Path) -> None:
             store.drop_damaged("a")
         with pytest.raises(UsageError, match="no key 'nobody'; nothing was dropped"):
             store.drop_damaged(["a", "nobody"])
-        assert store.drop_damaged([]) == ()
+        store.drop_damaged([])
         store["new"] = numbers(10)
         with pytest.raises(UsageError, match="open the store for this alone"):
             store.drop_damaged(["a"])
@@ -148,5 +146,5 @@ def test_a_drop_whose_commit_fails_has_dropped_nothing(gated: GatedStore) -> Non
     gated.close()
     gated.open()
     assert set(gated.store) == {"a", "b"} and not gated.store.verify().is_clean
-    assert [dropped.name for dropped in gated.store.drop_damaged(["a"])] == ["a"]
+    gated.store.drop_damaged(["a"])
     assert set(gated.store) == {"b"} and gated.store.verify().is_clean

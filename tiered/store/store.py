@@ -18,7 +18,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
-from tiered.store.generations.generations import DroppedKey, drop_damaged
+from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
@@ -244,13 +244,13 @@ class Store(TensorMapping):
         self._refusals.check()
         return self._streams.verify()
 
-    def drop_damaged(self, keys: Iterable[str]) -> tuple[DroppedKey, ...]:
-        """Drop the committed ``keys``, all of them damaged, and describe each; blocks, durable afterwards.
+    def drop_damaged(self, keys: Iterable[str]) -> None:
+        """Drop the committed ``keys``, all of them damaged; blocks, durable afterwards.
 
         The commit changes nothing else. Raises UsageError, with nothing dropped, for a key that is unknown or sound,
         and where anything is registered or has changed since the last commit; DeviceError when that commit fails.
         """
-        return drop_damaged(self.working_set, self._streams, self._generations, keys)
+        drop_damaged(self.working_set, self._streams, self._generations, keys)
 
     def records(self) -> list[Record]:
         """Return a record of each key, in the order of creation. Touches no bytes."""

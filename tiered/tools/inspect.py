@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -464,9 +465,12 @@ def check(
                 yes=yes,
             )
         with tiered.Store(*directories, dram=64 * MiB, external=external) as store:
-            for dropped in store.drop_damaged(drop):
-                say(str(dropped), indent=2)
-            say(f"generation {store.generation} is without them; still damaged: {_listed(left) or 'nothing'}", indent=2)
+            store.drop_damaged(drop)
+            say(
+                f"dropped {_listed(drop)}: generation {store.generation} is without them; still damaged: "
+                f"{_listed(left) or 'nothing'}",
+                indent=2,
+            )
     elif left:
         say("--drop KEY drops a damaged key for good; the rest of the store is as it was", indent=2)
     return 1 if left else 0
@@ -483,7 +487,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
     terminal to ask on; nothing was removed then.
     """
     check_writable(json_file)
-    with Leftovers(directories) as found:
+    with closing(Leftovers(directories)) as found:
         if not (found.items or found.spared or holds_any_file(directories)):
             raise UsageError(f"no run in {', '.join(map(str, directories))}, and nothing that one has left over")
         for item in found.items:

@@ -12,14 +12,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tiered.errors import CorruptionError, DeadlineError, TieredError, UsageError
+from tiered.errors import DeadlineError, TieredError, UsageError
 from tiered.store.format.root import Root
-from tiered.store.format.row import part_of
 from tiered.store.generations.commit import Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
 from tiered.store.lifetime.opening import Parts
@@ -27,9 +25,8 @@ from tiered.store.residency.residency import Residency
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deferred_seal import Producers
-from tiered.units import format_bytes
 
-__all__ = ["DroppedKey", "Generations", "drop_damaged"]
+__all__ = ["Generations", "drop_damaged"]
 
 
 _log = logging.getLogger("tiered")
@@ -256,24 +253,10 @@ class Generations:
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DroppedKey:
-    """A damaged key that is gone: its size, the (file, offset, nbytes) of its extents, and its damage."""
-
-    name: str
-    nbytes: int
-    places: tuple[tuple[str, int, int], ...]
-    errors: tuple[CorruptionError, ...]
-
-    def __str__(self) -> str:
-        where = ", ".join(f"{file} at offset {offset}, {nbytes:,} bytes" for file, offset, nbytes in self.places)
-        return f"dropped {self.name!r}: {format_bytes(self.nbytes)} in {where}"
-
-
 def drop_damaged(
     working_set: Residency, streams: StreamedValues, generations: Generations, keys: Iterable[str]
-) -> tuple[DroppedKey, ...]:
-    """Drop ``keys`` in a commit of their own, and return their descriptions; see ``Store.drop_damaged``."""
+) -> None:
+    """Drop ``keys`` in a commit of their own; see ``Store.drop_damaged``."""
     if isinstance(keys, str):
         raise TypeError(f"drop_damaged: expected several keys, got the text {keys!r}; pass [{keys!r}]")
     names = list(dict.fromkeys(keys))
@@ -282,33 +265,17 @@ def drop_damaged(
     unknown = [name for name in names if not working_set.is_shown(name)]
     if unknown:
         raise UsageError(f"drop_damaged: the store has no key {_listed(unknown)}; nothing was dropped")
-    errors = streams.verify(names).errors
-    sound = [name for name in names if not any(error.key == name for error in errors)]
+    damaged = {error.key for error in streams.verify(names).errors}
+    sound = [name for name in names if name not in damaged]
     if sound:
         raise UsageError(
             f"drop_damaged: {_listed(sound)} {'is' if len(sound) == 1 else 'are'} not damaged, every byte is what was "
             "written; nothing was dropped. Only what verify reports can be dropped: delete sound keys with del"
         )
-    dropped = tuple(_dropped(working_set, name, errors) for name in names)
     if names:
         working_set.delete(names)
         generations.commit_as_is()
         generations.wait()
-    return dropped
-
-
-def _dropped(working_set: Residency, name: str, errors: Iterable[CorruptionError]) -> DroppedKey:
-    with working_set.condition:
-        entry = working_set.peek(name)
-        assert entry is not None and entry.committed is not None, name
-        row = entry.committed
-    extents = part_of(row, 0, row.num_blocks).extents if row.is_paged else row.extents
-    devices = working_set.space.devices
-    places = [(devices[extent.device].path(extent.file), extent.offset, extent.nbytes) for extent in extents]
-    external, indices = working_set.space.external, working_set.space.external_indices
-    if external is not None:
-        places += [(external.path(indices[each.file]), each.offset, each.nbytes) for each in row.ranges]
-    return DroppedKey(name, row.nbytes, tuple(places), tuple(error for error in errors if error.key == name))
 
 
 def _listed(names: list[str]) -> str:
