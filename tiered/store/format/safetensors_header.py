@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeGuard
@@ -27,6 +28,7 @@ _LENGTH_NBYTES = 8
 _MOST_NBYTES = 100_000_000  # of a header; the format's own bound
 _READ_NBYTES = 64 * KiB  # direct I/O wants such lengths; most headers are read at once
 _MOST_NUMBER = 2**63 - 1  # of a dimension, an offset or a number of bytes
+_MOST_DIMS = 1000  # so that the product of a shape takes no long arithmetic
 _MOST_SHOWN = 120  # letters of a name in a message
 _LOADED = "give its tensors: torch.load(FILE, mmap=True, weights_only=True), or of numpy a dict by torch.from_numpy"
 _DTYPES = {  # the format's name: torch's name, bytes of an element
@@ -131,7 +133,7 @@ def parse_header(content: bytes, file_nbytes: int, path: str) -> SafetensorsHead
         raise _broken(path, f"it ends after {len(content)} bytes, within its header of {end}")
     entries = [
         (name, _entry(name, value, end, path))
-        for name, value in _json(content[_LENGTH_NBYTES:end], path)
+        for name, value in _json(content[_LENGTH_NBYTES:end], path).items()
         if name != "__metadata__"
     ]
     entries.sort(key=lambda item: (item[1].offset, item[1].nbytes))
@@ -170,28 +172,26 @@ def _header_end(content: bytes, file_nbytes: int, path: str) -> int:
     return _LENGTH_NBYTES + nbytes
 
 
-def _json(text: bytes, path: str) -> Sequence[tuple[str, Any]]:
-    """Return the names and values of the JSON object ``text``."""
+def _json(text: bytes, path: str) -> dict[str, Any]:
+    """Return the JSON object ``text``, which names nothing twice."""
     if not text.startswith(b"{"):
         raise _broken(path, f"its header begins with {text[:1]!r}, and not with b'{{'")
     try:
-        pairs: Any = json.loads(text.decode(), object_pairs_hook=_Pairs, parse_constant=_refuse_constant)
+        header: dict[str, Any] = json.loads(text.decode(), object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:
         raise _broken(path, "its header is nested too deeply") from None
     except ValueError as error:  # UnicodeDecodeError and JSONDecodeError too
         raise _broken(path, f"its header is no JSON: {error}") from error
-    names: set[str] = set()
-    for name, _ in pairs:
-        if name in names:
-            raise _broken(path, f"it names {_shown(name)} twice")
-        names.add(name)
-    return list(pairs)
+    return header
 
 
-class _Pairs(tuple[tuple[str, Any], ...]):
-    """A JSON object as it stands, so that names which stand in it twice are seen."""
-
-    __slots__ = ()
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it names {_shown(name)} twice")
+        found[name] = value
+    return found
 
 
 def _refuse_constant(text: str) -> NoReturn:
@@ -202,9 +202,9 @@ def _entry(name: str, value: Any, data_start: int, path: str) -> HeaderEntry:
     """Return the entry that ``value`` of the header describes."""
     if any("\ud800" <= letter <= "\udfff" for letter in name):
         raise _broken(path, f"the name {_shown(name)} is no text")
-    fields = dict(value) if isinstance(value, _Pairs) else {}
+    fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not (isinstance(value, _Pairs) and len(fields) == len(value) and isinstance(dtype, str)):
+    if not isinstance(dtype, str):
         raise _broken(path, f"{_shown(name)} must have one dtype, shape and data_offsets")
     if not (_are_counts(shape) and _are_counts(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _broken(path, f"{_shown(name)} must have a shape of counts and data_offsets from a start to an end")
@@ -214,25 +214,17 @@ def _entry(name: str, value: Any, data_start: int, path: str) -> HeaderEntry:
     elif dtype == "F4":
         dtype = "F4 of an odd last dimension"
     torch_name, itemsize = _DTYPES.get(dtype, (dtype, None))
-    if itemsize is not None and _product(shape, itemsize) != end - start:
+    if itemsize is not None and math.prod(shape) * itemsize != end - start:
         raise _broken(path, f"{_shown(name)} has {end - start} bytes, which are not those of {dtype} and its shape")
     return HeaderEntry(torch_name, tuple(shape), data_start + start, end - start, is_known=itemsize is not None)
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= _MOST_NUMBER for item in value)
+    return isinstance(value, list) and len(value) <= _MOST_DIMS and all(map(_is_count, value))
 
 
-def _product(shape: Sequence[int], itemsize: int) -> int | None:
-    """Return the bytes of a tensor; None where they are more than any file has, which takes no long arithmetic."""
-    if 0 in shape:
-        return 0
-    nbytes = itemsize
-    for size in shape:
-        nbytes *= size
-        if nbytes > _MOST_NUMBER:
-            return None
-    return nbytes
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST_NUMBER
 
 
 def _broken(path: str, what: str) -> UsageError:
