@@ -326,7 +326,7 @@ def test_gc_leaves_what_a_kept_generation_stands_on(tmp_path: Path) -> None:
         key_id = next(row.key_id for row in committed if row.name == gone)
         catalog.apply(replace(root, generation=root.generation + 1), [], [key_id], keeps_before=True)
     os.truncate(tmp_path / "data-000", 1 * MiB)
-    with Leftovers([tmp_path]) as found:
+    with closing(Leftovers([tmp_path])) as found:
         ends = [item.end for item in found.items if item.path.name == "data-000"]
     assert ends == [rows[gone].offset + rows[gone].nbytes]
 

@@ -152,7 +152,7 @@ def test_a_store_that_is_open_is_refused_with_the_owners_pid(run: Path, capsys: 
         with Store(run, dram=DRAM, mode=mode):
             assert main(["gc", str(run), "--yes"]) == 2
             assert f"is open in process {os.getpid()}" in capsys.readouterr().err
-    with Leftovers([run]), pytest.raises(UsageError, match="is open in process"):
+    with closing(Leftovers([run])), pytest.raises(UsageError, match="is open in process"):
         Store(run, dram=DRAM)
     assert snapshot(run) == before
 
@@ -178,7 +178,7 @@ def test_every_directory_of_a_striped_run_is_cleaned(tmp_path: Path) -> None:
     sizes = [sum(file.stat().st_size for file in path.glob("data-*")) for path in paths]
     with pytest.raises(UsageError, match="has 2 directories"):
         Leftovers(paths[:1])
-    with Leftovers(list(reversed(paths))) as found:
+    with closing(Leftovers(list(reversed(paths)))) as found:
         assert {item.path.parent for item in found.items} == set(paths)
         assert found.nbytes == sum(sizes) - 12 * MiB == found.remove()
     with Store(*paths, dram=DRAM) as store:
@@ -196,7 +196,7 @@ def test_catalog_and_data_that_do_not_belong_together_are_not_cleaned(run: Path)
 def test_what_changes_after_the_look_is_spared(run: Path) -> None:
     plant(run / "identity.new")
     plant(run / "catalog.db.new")
-    with Leftovers([run]) as found:
+    with closing(Leftovers([run])) as found:
         (run / "identity.new").write_bytes(b"another")
         (run / "catalog.db.new").unlink()
         with open(run / "data-000", "ab") as file:
@@ -210,7 +210,7 @@ def test_directories_without_a_store(tmp_path: Path) -> None:
     plant(tmp_path / ("scratch-" + "1" * 16))
     plant(tmp_path / "lock")
     plant(tmp_path / "data-000")
-    with Leftovers([tmp_path]) as found:
+    with closing(Leftovers([tmp_path])) as found:
         assert [item.path.name for item in found.items] == ["scratch-" + "1" * 16]
     with pytest.raises(UsageError, match="is no directory"):
         Leftovers([tmp_path / "nowhere"])
@@ -223,7 +223,7 @@ def test_what_a_killed_bench_was_measuring_goes(tmp_path: Path) -> None:
     (foreign / "notes.txt").write_text("mine")
     empty.mkdir(mode=0o700)
     (tmp_path / ".tiered-bench-eeeeeeee").symlink_to(foreign)
-    with closing(Directories.open([busy])), Leftovers([tmp_path]) as found:
+    with closing(Directories.open([busy])), closing(Leftovers([tmp_path])) as found:
         found.remove()
         assert {spared.split(":")[0] for spared in found.spared} == {
             str(busy), str(foreign), str(tmp_path / ".tiered-bench-eeeeeeee"),

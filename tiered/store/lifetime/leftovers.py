@@ -6,6 +6,7 @@ catalog read under the writer's lock. Everything else in the directories is spar
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
@@ -104,17 +104,6 @@ class Leftovers:
         while self._locks:
             self._locks.pop().close()
 
-    def __enter__(self) -> Leftovers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<Leftovers: {len(self.items)}, {self.nbytes} bytes>"
-
     def _find(self, paths: list[Path]) -> Iterator[Leftover]:
         for path in paths:
             if not path.is_dir():
@@ -122,21 +111,23 @@ class Leftovers:
         if any(os.path.lexists(path / "identity") for path in paths):
             store = Directories.open(paths, "w")
             self._locks.append(store)
+            for path in store.paths:
+                names = _CREATION if store.store_uuid else _UNFINISHED
+                yield from self._files(path, names, "of a creation that was cut short")
             if store.store_uuid:
-                for path in store.paths:
-                    yield from self._files(path, _CREATION, "of a creation that was cut short")
                 yield from self._data(store)
-            else:
-                for path in store.paths:
-                    yield from self._files(path, _UNFINISHED, "of a creation that was cut short")
         for path in paths:
             yield from self._brief(path)
             yield from self._benches(path)
 
-    def _files(self, path: Path, names: Sequence[str], what: str) -> Iterator[Leftover]:
+    def _files(
+        self, path: Path, names: Sequence[str], what: str, *, least_age_s: float = -math.inf
+    ) -> Iterator[Leftover]:
         for name in names:
             status = self._plain(path / name)
-            if status is not None:
+            if status is not None and time.time() - status.st_mtime < least_age_s:
+                self.spared.append(f"{path / name}: it is younger than a minute and may be in use")
+            elif status is not None:
                 yield Leftover(path / name, what, status.st_blocks * 512, None, status)
 
     def _data(self, store: Directories) -> Iterator[Leftover]:
@@ -170,15 +161,9 @@ class Leftovers:
             yield Leftover(path, "space that nothing committed uses", status.st_size - end, end, status)
 
     def _brief(self, path: Path) -> Iterator[Leftover]:
-        for name in sorted(os.listdir(path)):
-            for pattern, what in _BRIEF.items():
-                if pattern.fullmatch(name) is None:
-                    continue
-                status = self._plain(path / name)
-                if status is not None and time.time() - status.st_mtime < _BRIEF_S:
-                    self.spared.append(f"{path / name}: it is younger than a minute and may be in use")
-                elif status is not None:
-                    yield Leftover(path / name, what, status.st_blocks * 512, None, status)
+        for pattern, what in _BRIEF.items():
+            names = [name for name in sorted(os.listdir(path)) if pattern.fullmatch(name)]
+            yield from self._files(path, names, what, least_age_s=_BRIEF_S)
 
     def _benches(self, path: Path) -> Iterator[Leftover]:
         """Yield the stores that `tiered bench` was measuring when it was killed, and their directories."""
@@ -235,24 +220,14 @@ def _is_same(item: Leftover) -> bool:
 
 
 def _remove(item: Leftover) -> None:
-    directory = os.open(item.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if stat.S_ISDIR(item.status.st_mode):
-            os.rmdir(item.path.name, dir_fd=directory)
-        elif item.end is None:
-            os.unlink(item.path.name, dir_fd=directory)
-        else:
-            _cut(directory, item)
-    finally:
-        os.close(directory)
-
-
-def _cut(directory: int, item: Leftover) -> None:
-    assert item.end is not None
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    fd = os.open(item.path.name, flags, dir_fd=directory)
-    try:
-        os.ftruncate(fd, item.end)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    if stat.S_ISDIR(item.status.st_mode):
+        item.path.rmdir()
+    elif item.end is None:
+        item.path.unlink()
+    else:
+        fd = os.open(item.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, item.end)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
