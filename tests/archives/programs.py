@@ -1,15 +1,14 @@
-"""The programs of a user of the second release: make.py ran them, and test_archives.py goes on with them.
+"""The programs of a user of the second release, whose runs the archives are; test_archives.py goes on with these runs.
 
 They use the public interface of tiered alone, and describe what a run holds in words that JSON has. What is written
-here belongs to the archives: a program that is changed resumes another run than the one that was packed.
+here belongs to the archives: a program that is changed resumes another run than the one that was packed. The script
+that packed them, once, on a checkout of commit 2ca5acb, is in the history: git show f6a3dd0:tests/archives/make.py
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import signal
 import tarfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -29,10 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 import tiered
 
 __all__ = [
-    "HERE", "LOOPS", "LOOP_STEP", "NAMES", "STORES", "TEXT", "TRAIN", "TRAIN_STEP", "Counted", "Kill", "Loop",
-    "LoraLoop", "Net", "Tokens", "TrainGPT", "described", "exported", "external_of", "make_store", "new_trainer",
-    "plain_gpt2", "read_store", "read_training", "snapshot", "train_batch", "training_arguments", "training_in_json",
-    "unpack",
+    "HERE", "LOOPS", "LOOP_STEP", "NAMES", "STORES", "TRAIN_STEP", "Counted", "LoraLoop", "Net", "Tokens", "TrainGPT",
+    "described", "exported", "external_of", "new_trainer", "plain_gpt2", "read_store", "read_training", "snapshot",
+    "train_batch", "training_arguments", "training_in_json", "unpack",
 ]  # fmt: skip
 
 HERE = Path(__file__).parent
@@ -106,11 +104,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 # -- a store ---------------------------------------------------------------------------------------------------------
 
-STATE: dict[str, Any] = {
-    "step": 3, "nested": {"list": [1.5, None, True, {"deep": ["ü", -0.0]}], "empty": {}, "text": "a\nb\0\ud800"},
-    "more": [(1, 2), b"\0\xff", float("-inf"), 1 << 80, {3: "three"}, []], "tensor": torch.arange(5),
-}  # fmt: skip
-
 
 class Counted:
     """Registered as "counted"."""
@@ -132,57 +125,10 @@ def _bytes(nbytes: int, seed: int) -> Tensor:
     return some.repeat(-(-nbytes // some.numel()))[:nbytes].clone()
 
 
-def contents() -> dict[str, Tensor]:
-    """Return what is put into the store; some of it is changed in place after that."""
-    held = {
-        "inline": _bytes(100, 1), "largest inline": _bytes(1024, 2), "smallest paged": _bytes(1025, 3),
-        "odd": _bytes(5001, 5), "": _bytes(4096, 6), "../x": _bytes(3, 7), "n\0l": _bytes(9000, 8),
-        "a/ü": _bytes(70, 9), "k" * 3000: _bytes(6000, 10), "large": _bytes((9 << 20) + 5, 11),
-        "small blocks": _bytes(3 << 20, 12).view(torch.float32).reshape(-1, 64),
-        "nothing": torch.empty(0), "no rows": torch.empty(0, 7, dtype=torch.float64), "scalar": torch.tensor(2.5),
-        "flags": _bytes(2000, 14) > 127, "cube": _bytes(24 << 10, 13).view(torch.int16).reshape(16, 3, 256),
-    }  # fmt: skip
-    dtypes = (
-        torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.uint16, torch.uint64,
-        torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
-    )  # fmt: skip
-    return held | {str(dtype): _bytes(4800, 15).view(dtype).reshape(2, -1) for dtype in dtypes}
-
-
-def make_store(place: Path) -> None:
-    """Leave a store of three generations: superseded extents, a deleted key, parts that were written."""
-    final = contents()
-    with tiered.Store(*(place / name for name in STORES["store"]), dram="64MiB") as store:
-        store.register("counted", Counted(42))
-        store.put_many({name: torch.full((3000,), 7.0) for name in [*final, "deleted", "parts"]})
-        store.commit({"step": 1})
-        store.put("small blocks", torch.zeros(3 << 18).reshape(-1, 64), block_size="4KiB")
-        store.put("parts", _bytes(1 << 20, 16).view(torch.int32), block_size="16KiB")
-        store.put_many({name: value for name, value in final.items() if name < "n"})
-        del store["deleted"]
-        store.commit({"step": 2})
-        store.write_part("parts", 5000, torch.arange(10_000, dtype=torch.int32))
-        store.put("small blocks", final["small blocks"])
-        store.put_many({name: value for name, value in final.items() if not name < "n" and name != "small blocks"})
-        with store.lease("odd", mode="rw") as view:
-            view += 1
-        store.commit(STATE)
-
-
 # -- tiered train ----------------------------------------------------------------------------------------------------
 
 TEXT = "".join(f"{number} of {number % 7} words, each of one meaning; " for number in range(200)).encode()
 TRAIN_STEP = 3
-_SIZES = ("--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2", "--dram", "32MiB")
-_OPTIONS = ("--seed", "7", "--lr", "0.002", "--accumulate", "2", "--steps", str(TRAIN_STEP))
-TRAIN = {
-    "train_exact": (*_SIZES, *_OPTIONS, "--clip", "0.5"),
-    "train_compact": (
-        *_SIZES, *_OPTIONS, "--state", "compact", "--update", "backward", "--micro-batches", "plain", "--commit-every",
-        "2",
-    ),
-}  # fmt: skip
-"""Of each archive that `tiered train` made: its options, but for the places. Commits keep --micro-batches, too."""
 
 
 class _TrainBlock(nn.Module):
@@ -269,17 +215,6 @@ def training_arguments(output_dir: Path) -> transformers.TrainingArguments:
         save_strategy="steps", save_steps=3, report_to="none", use_cpu=True, disable_tqdm=True, seed=5,
         dataloader_pin_memory=False,
     )  # fmt: skip
-
-
-class Kill(transformers.TrainerCallback):
-    """Kills the process in the middle of a step, with gradients pending."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def new_trainer(place: Path, *callbacks: transformers.TrainerCallback, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 A refusal counts where its message has a remedy, which the test of the refusal carries out. expected.json has what the
 release itself read. A resumed run is compared with plain PyTorch on this machine, which starts from the archive's own
 tensors: the last bits of a loss are the processor's. Nothing here is below the public interface and the commands, so a
-rebuild of the house leaves these tests as they are; make.py and programs.py tell where the archives come from.
+rebuild of the house leaves these tests as they are; programs.py tells where the archives come from.
 """
 
 from __future__ import annotations
