@@ -1,13 +1,12 @@
 import gc
-import os
 import sqlite3
-import stat
 import threading
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
+from tests.bytes.moving import exit_code_of_child
 from tests.store.catalogs import (
     NAMES,
     ROOT,
@@ -138,18 +137,6 @@ def test_durability_settings_are_those_of_the_crash_argument(file):
         assert connection.execute("PRAGMA trusted_schema").fetchone() == (0,)
 
 
-@pytest.mark.parametrize("umask", [0, 0o777])
-def test_files_are_private_whatever_the_umask(file, umask):
-    old = os.umask(umask)
-    try:
-        with closing(file.create()) as catalog:
-            catalog.apply(root_of(1), [row_of(1)], [])
-            modes = {entry.name: stat.S_IMODE(entry.stat().st_mode) for entry in os.scandir(file.path.parent)}
-    finally:
-        os.umask(old)
-    assert modes == {"catalog.db": 0o600, "catalog.db-journal": 0o600}
-
-
 # --- other readers, threads and processes ---
 
 
@@ -177,30 +164,6 @@ def test_a_reader_in_the_way_is_a_deadline_and_nothing_changes(file):
         assert loaded(catalog) == (root_of(1), [row_of(1)])
 
 
-def test_threads_take_turns(file):
-    with closing(file.create()) as catalog:
-        threads = [
-            threading.Thread(target=catalog.apply, args=(root_of(1), [row_of(key_id)], [])) for key_id in range(1, 9)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [row.key_id for row in loaded(catalog)[1]] == list(range(1, 9))
-
-
-def in_child(check):
-    """Run ``check`` in a forked child; it must return True."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os._exit(0 if check() else 1)
-        except BaseException:
-            os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_cannot_use_it_and_harms_nothing(file):
     with closing(file.create()) as catalog:
         catalog.apply(root_of(1), [row_of(1)], [])
@@ -211,15 +174,12 @@ def test_a_forked_child_cannot_use_it_and_harms_nothing(file):
             with pytest.raises(UsageError, match="after a fork"):
                 catalog.apply(root_of(2), [], [])
             catalog.close()
-            return True
 
-        assert in_child(refused) == 0
+        assert exit_code_of_child(refused) == 0
         catalog.apply(root_of(2), [row_of(2)], [])
         assert loaded(catalog) == (root_of(2), [row_of(1), row_of(2)])
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_that_is_forked_within_a_transaction_harms_nothing(file):
     with closing(file.create()) as catalog:
         started, forked = threading.Event(), threading.Event()
@@ -244,9 +204,8 @@ def test_a_child_that_is_forked_within_a_transaction_harms_nothing(file):
             catalog.close()
             catalog._connection = connection = None
             gc.collect()
-            return True
 
-        assert in_child(forget) == 0
+        assert exit_code_of_child(forget) == 0
         forked.set()
         thread.join()
         catalog._connection = connection

@@ -7,10 +7,8 @@ from contextlib import closing
 
 import pytest
 
-from tests.devices.simulated_disk import PowerCutError, SimulatedDisk
 from tests.store.catalogs import (
     ROOT,
-    FailingConnection,
     SqliteHome,
     content_of,
     failing,
@@ -18,7 +16,6 @@ from tests.store.catalogs import (
     root_of,
     row_of,
 )
-from tests.store.simulated_catalog import SimulatedCatalog
 from tiered.errors import CapacityError, CorruptionError, DeadlineError, DeviceError
 
 
@@ -182,37 +179,6 @@ def test_a_really_full_file(file):
     assert content_of(file) == (root_of(2), [row_of(1), row_of(2)])
 
 
-def test_interrupted_commit_leaves_no_transaction(file):
-    class Interrupted(FailingConnection):
-        def execute(self, sql, *parameters):
-            if sql.startswith("UPDATE"):
-                raise KeyboardInterrupt
-            return super().execute(sql, *parameters)
-
-    with closing(file.create()) as catalog:
-        connection = catalog._connection
-        catalog._connection = Interrupted(connection, "", 0)
-        with pytest.raises(KeyboardInterrupt):
-            catalog.apply(root_of(1), [row_of(1)], [])
-        catalog._connection = connection
-        assert not connection.in_transaction
-        catalog.apply(root_of(1), [row_of(1)], [])
-        assert loaded(catalog) == (root_of(1), [row_of(1)])
-
-
-def test_a_state_too_large_is_refused_before_anything_happens(file, monkeypatch):
-    monkeypatch.setattr("tiered.store.catalog.sqlite_catalog._MAX_VALUE_NBYTES", 1000)
-    with closing(file.create()) as catalog:
-        with pytest.raises(CapacityError, match="keys of their own"):
-            catalog.measure(root_of(1, state="x" * 900))
-        with pytest.raises(CapacityError, match="is 1200 bytes of JSON"):
-            catalog.measure(root_of(1, state="\u20ac" * 400))
-        catalog.measure(root_of(1, state="x" * 800))
-        catalog._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 700)
-        with pytest.raises(CapacityError, match="keys of their own"):
-            catalog.measure(root_of(1, state="x" * 800))
-
-
 @pytest.mark.parametrize("letter", ["x", "\u20ac"])
 def test_the_largest_state_that_is_let_through_is_written(file, letter):
     with closing(file.create()) as catalog:
@@ -229,23 +195,3 @@ def _is_refused(catalog, state):
     except CapacityError:
         return True
     return False
-
-
-@pytest.mark.parametrize("policy", ["drop", "keep", "subset", "torn"])
-def test_simulated_commit_is_atomic_under_power_cuts(policy):
-    seen = set()
-    for seed in range(20):
-        disk = SimulatedDisk()
-        with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
-            catalog.apply(root_of(1), [row_of(1)], [])
-            disk.crash_at = disk.num_operations
-            with pytest.raises(PowerCutError):
-                catalog.apply(root_of(2), [row_of(2)], [1])
-            with pytest.raises(DeviceError):
-                catalog.apply(root_of(2), [row_of(2)], [1])
-        after = disk.power_cut(random.Random(seed), policy)
-        with closing(SimulatedCatalog(after)) as catalog:
-            content = loaded(catalog)
-        assert content in ((root_of(1), [row_of(1)]), (root_of(2), [row_of(2)]))
-        seen.add(content[0].generation)
-    assert seen == {1} if policy == "drop" else seen

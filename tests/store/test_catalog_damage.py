@@ -12,8 +12,7 @@ from tests.store.catalogs import (
     root_of,
     row_of,
 )
-from tiered.errors import CorruptionError, UsageError
-from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.errors import CorruptionError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import encode_row
 
@@ -144,17 +143,6 @@ def test_tables_that_no_store_writes_are_corruption(file, sql):
         content_of(file)
 
 
-@pytest.mark.parametrize("version", [1, 3])
-def test_another_format_is_no_corruption(file, version):
-    file.create().close()
-    with closing(sqlite3.connect(file.path)) as connection, connection:
-        connection.execute(f"PRAGMA user_version={version}")
-        connection.execute("UPDATE root SET format = ?", (version,))
-    for read_only in (False, True):
-        with pytest.raises(UsageError, match=f"format version {version}"):
-            content_of(file, read_only=read_only)
-
-
 @pytest.mark.parametrize("side", ["-wal", "-shm"])
 def test_a_write_ahead_log_is_refused(file, side):
     file.create().close()
@@ -169,16 +157,3 @@ def test_wal_mode_is_refused_read_only(file):
         connection.execute("PRAGMA journal_mode=WAL")
     with pytest.raises(CorruptionError, match="write-ahead log"):
         file.reopen(read_only=True)
-
-
-def test_links_directories_and_loose_permissions_are_refused(file, quick_path):
-    file.create().close()
-    file.path.chmod(0o644)
-    with pytest.raises(UsageError, match="0600"):
-        file.reopen()
-    file.path.chmod(0o600)
-    (quick_path / "link.db").symlink_to(file.path)
-    (quick_path / "directory.db").mkdir()
-    for name in ("link.db", "directory.db"):
-        with pytest.raises(UsageError, match="regular file"):
-            SqliteCatalog(quick_path / name)

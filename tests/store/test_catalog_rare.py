@@ -7,25 +7,20 @@ import os
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.catalogs import ROOT, UUID, SqliteHome, content_of, failing, inline_row, large_row, root_of, row_of
-from tests.store.simulated_catalog import SimulatedCatalog
-from tiered.bytes.exit_and_fork import this_process
-from tiered.errors import CorruptionError, DeviceError, UsageError
+from tiered.errors import CorruptionError, DeviceError
 from tiered.store.catalog.sqlite_catalog import read_rows
-from tiered.store.catalog.sqlite_file import connect, make_durable, translated
+from tiered.store.catalog.sqlite_file import translated
 from tiered.store.format import committed_rows as rows_module
 from tiered.store.format import root as root_module
 from tiered.store.format import row as row_module
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import ExternalFile, RootHeader, decode_root, encode_root
 from tiered.store.format.row import Extent, encode_row
-from tiered.store.lifetime.directory import Identity
 
 
 class Passing:
@@ -66,16 +61,6 @@ def test_a_file_that_cannot_be_opened_is_tried_again_and_then_an_error(
     assert len(tries) == 4
 
 
-def test_a_forked_child_neither_uses_nor_closes_it(file: SqliteHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(file.create()) as catalog:
-        monkeypatch.setattr(this_process(), "is_here", False)
-        with pytest.raises(UsageError, match="after a fork"):
-            catalog.load()
-        catalog.close()
-        monkeypatch.undo()
-        assert catalog.load()[0] == ROOT
-
-
 def test_a_page_that_the_drive_does_not_give_is_no_damage(file: SqliteHome) -> None:
     class Answer:
         def execute(self, sql: str) -> Answer:
@@ -102,23 +87,6 @@ def test_a_commit_of_another_store_is_refused(file: SqliteHome) -> None:
             catalog.apply(replace(root_of(1), store_uuid=bytes(16)), [], [])
 
 
-def test_a_commit_interrupted_as_it_ends_is_unknown(file: SqliteHome) -> None:
-    class Interrupted(Passing):
-        def execute(self, sql: str, *parameters: Any) -> Any:
-            done = self.connection.execute(sql, *parameters)
-            if sql == "COMMIT":
-                raise KeyboardInterrupt
-            return done
-
-    with closing(file.create()) as catalog:
-        catalog._connection = Interrupted(catalog._connection)
-        with pytest.raises(KeyboardInterrupt):
-            catalog.apply(root_of(1), [row_of(1)], [])
-        with pytest.raises(DeviceError, match="interrupted and its outcome is unknown"):
-            catalog.apply(root_of(1), [row_of(1)], [])
-    assert content_of(file) == (root_of(1), [row_of(1)])
-
-
 def test_a_commit_that_cannot_be_taken_back_is_the_last(file: SqliteHome) -> None:
     class Stuck(Passing):
         def execute(self, sql: str, *parameters: Any) -> Any:
@@ -138,34 +106,6 @@ def test_a_commit_that_cannot_be_taken_back_is_the_last(file: SqliteHome) -> Non
     assert content_of(file) == (ROOT, [])
 
 
-def test_a_connection_that_cannot_be_prepared_is_closed(file: SqliteHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    file.create().close()
-    made = list[Passing]()
-
-    class Unready(Passing):
-        def execute(self, sql: str, *parameters: Any) -> Any:
-            raise sqlite3.OperationalError("scripted")
-
-    real = sqlite3.connect
-
-    def unready(*arguments: Any, **options: Any) -> Passing:
-        made.append(Unready(real(*arguments, **options)))
-        return made[-1]
-
-    monkeypatch.setattr(sqlite3, "connect", unready)
-    with pytest.raises(sqlite3.OperationalError, match="scripted"):
-        connect(file.path, "rw", 1.0)
-    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        made[0].connection.execute("SELECT 1")
-
-
-def test_a_journal_mode_that_sqlite_does_not_take_is_an_error() -> None:
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.text_factory = bytes
-        with pytest.raises(sqlite3.DatabaseError, match="memory"):
-            make_durable(connection)
-
-
 def test_errors_of_a_new_file_and_of_our_own_use_are_no_damage() -> None:
     with pytest.raises(DeviceError, match="kernel log"), translated("it", "create"):
         raise sqlite3.DatabaseError("malformed")
@@ -183,11 +123,6 @@ def header_of(rows: list[tuple[int, bytes, bytes]]) -> RootHeader:
 
 def encoded(row: Any) -> tuple[int, bytes, bytes]:
     return (row.key_id, *encode_row(row, UUID))
-
-
-def test_a_root_out_of_range_is_never_written() -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        encode_root(replace(ROOT, next_key_id=0), 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -277,22 +212,3 @@ def test_a_list_of_files_that_does_not_end_with_its_bytes_is_damage() -> None:
     body[root_module.ROOT_HEADER_NBYTES + 16] = 2  # the bytes of its name: it goes on into the state
     with pytest.raises(CorruptionError):
         decode_root(bytes(body), root_module._root_digest(bytes(body)), "it")
-
-
-def test_an_identity_beyond_its_number_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "identity"
-    path.write_bytes(Identity(UUID, 3, 2).encode())
-    path.chmod(0o600)
-    with pytest.raises(CorruptionError, match="it says"):
-        Identity.read(path)
-
-
-def test_after_a_failed_commit_a_catalog_makes_no_other() -> None:
-    disk = SimulatedDisk()
-    with closing(SimulatedCatalog.create(disk, ROOT)) as catalog:
-        disk.fail_next("transact", DeviceError("scripted"))
-        with pytest.raises(DeviceError, match="scripted"):
-            catalog.apply(root_of(1), [row_of(1)], [])
-        with pytest.raises(DeviceError, match="earlier commit failed"):
-            catalog.apply(root_of(1), [row_of(1)], [])
-        assert catalog.load()[0] == ROOT

@@ -468,8 +468,6 @@ class SqliteCatalog:
         try:
             if connection.in_transaction:
                 connection.rollback()
-            elif not isinstance(error, Exception):
-                self._failed = "a commit was interrupted and its outcome is unknown"
         except sqlite3.Error as second:
             self._failed = f"a failed commit could not be taken back ({second})"
         if isinstance(error, sqlite3.Error) and code not in (sqlite3.SQLITE_FULL, *BUSY):
