@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -18,10 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.store.rig import numbers
-from tiered.errors import DeviceError, UsageError
+from tiered.errors import DeviceError
 from tiered.store.lifetime import ledger
 from tiered.store.lifetime.ledger import LEDGER_NAME, Ledger, LedgerFile, read_ledger
 from tiered.store.store import Store
@@ -244,14 +242,6 @@ def test_every_flipped_bit_is_seen_and_none_is_believed(made: LedgerFile, caplog
                 assert all(read_ledger(made.path))
 
 
-def test_no_bit_of_a_slot_says_something_else(made: LedgerFile) -> None:
-    good = made.ledger.encode()
-    for bit in range(len(good) * 8):
-        flipped = bytearray(good)
-        flipped[bit >> 3] ^= 1 << (bit & 7)
-        assert Ledger.decode(bytes(flipped)) is None
-
-
 @pytest.mark.parametrize("torn_at", [0, 1, 40, 64, 71, 72, 512, 4095])
 def test_a_torn_rewrite_keeps_the_older_count(made: LedgerFile, torn_at: int) -> None:
     before = made.path.read_bytes()  # its newest count, in the second slot, is durable
@@ -331,46 +321,6 @@ def test_one_that_was_removed_is_not_made_again(run: Path) -> None:
         store._parts.ledgers.note_commit(1 << 30)
     assert not os.listdir(run)
     use(run)
-
-
-@pytest.mark.parametrize("is_begun", [True, False])
-def test_one_without_a_store_is_in_no_new_ones_way(run: Path, is_begun: bool) -> None:
-    """As stores of older trees left it; but a file of the user's that is only called so is not touched."""
-    use(run)
-    for entry in run.iterdir():
-        if entry.name != LEDGER_NAME:
-            entry.unlink()
-    if not is_begun:
-        (run / LEDGER_NAME).write_bytes(b"")
-    (data,), catalog = use(run, seed=1)
-    assert newest(run).write_bytes == data + catalog
-    folder = run / "books"
-    folder.mkdir(mode=0o700)
-    (folder / LEDGER_NAME).write_bytes(b"2026-11-25 rent 900\n")
-    (folder / LEDGER_NAME).chmod(0o600)
-    with pytest.raises(UsageError, match="holds 'ledger' and no store"):
-        Store(folder, dram=DRAM)
-    assert (folder / LEDGER_NAME).read_bytes() == b"2026-11-25 rent 900\n"
-
-
-def test_a_forked_child_does_not_hold_it(run: Path) -> None:
-    with Store(run, dram=DRAM):
-        held = str(run / LEDGER_NAME)
-        assert held in open_files()
-
-        def check() -> None:
-            assert held not in open_files()
-
-        assert exit_code_of_child(check) == 0
-    assert held not in open_files()
-
-
-def open_files() -> list[str]:
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return found
 
 
 # --- a drive that fails ---

@@ -28,7 +28,7 @@ import xxhash
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
-from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
+from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
 __all__ = ["CATALOG_NAME", "Directories", "Identity", "owned_files", "scratch_directories"]
@@ -268,21 +268,12 @@ def _look_into(path: Path) -> Identity | None:
             )
         return Identity.read(path / _IDENTITY)
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
-    known = _LEFTOVERS | ({LEDGER_NAME} if LEDGER_NAME in names and _is_ledger(path / LEDGER_NAME) else set())
-    foreign = [name for name in names if name not in known and not f"{name}.".startswith(_PROFILES)]
+    foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"
         )
     return None
-
-
-def _is_ledger(path: Path) -> bool:
-    """Whether the file is a ledger, whole or begun: of a store whose other files somebody has removed."""
-    try:
-        return any(read_ledger(path))
-    except FileNotFoundError:
-        return True
 
 
 def _is_unfinished(identities: dict[Path, Identity]) -> bool:
