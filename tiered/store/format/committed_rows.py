@@ -223,7 +223,7 @@ class _Decoding:
         except (ValueError, struct.error) as error:
             raise corrupt(f"{where} cannot be decoded: {error}", self.file, name) from error
         problem = extents_problem(found.extents, rest_nbytes)
-        newest = max(map(_generation, _eights(found.written)), default=found.generation)
+        newest = int(np.frombuffer(found.written or found.generation.to_bytes(8, "little"), dtype="<u8").max())
         if problem is None and newest > self.header.generation:
             problem = f"written for generation {newest}, committed is {self.header.generation}"
         if problem is not None:
@@ -260,11 +260,3 @@ def _size(encoded: bytes) -> tuple[int, int]:
     """Return the bytes of a row's record, and of its blocks."""
     header = unpack_header(encoded, _KEY_NBYTES)
     return header[1], 1 << header[7]
-
-
-def _eights(written: bytes) -> Iterator[bytes]:
-    return (written[i : i + 8] for i in range(0, len(written), 8))
-
-
-def _generation(written: bytes) -> int:
-    return int.from_bytes(written, "little")
