@@ -64,26 +64,6 @@ def test_urgent_jobs_pass_the_others_and_close_does_them_all() -> None:
     threads.close()
 
 
-def test_there_are_no_more_threads_than_jobs_at_a_time() -> None:
-    threads = DigestThreads(num_threads=2)
-    before = threading.active_count()
-    first = Blocker()
-    threads.submit(IOClass.WRITE, first)
-    assert first.has_begun.wait(WAIT_S)
-    assert threading.active_count() == before + 1
-    blockers = [Blocker() for _ in range(3)]
-    for blocker in blockers:
-        blocker.end = first.end
-        threads.submit(IOClass.WRITE, blocker)
-    assert blockers[0].has_begun.wait(WAIT_S)
-    assert threading.active_count() == before + 2
-    assert not blockers[1].has_begun.is_set()
-    first.end.set()
-    threads.close()
-    assert threading.active_count() == before
-    assert blockers[2].has_begun.is_set()
-
-
 def test_where_there_is_no_thread_a_job_is_the_submitters_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -96,20 +76,6 @@ def test_where_there_is_no_thread_a_job_is_the_submitters_own(monkeypatch: pytes
     threads.close()
     threads.submit(IOClass.DEMAND, lambda: done.append(threading.get_ident()))
     assert done == [threading.get_ident()] * 2
-
-
-def test_a_job_that_raises_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    threads = DigestThreads(num_threads=1)
-    done = threading.Event()
-
-    def fail() -> None:
-        raise ValueError("a bug")
-
-    threads.submit(IOClass.WRITE, fail)
-    threads.submit(IOClass.WRITE, done.set)
-    assert done.wait(WAIT_S)
-    threads.close()
-    assert "a digest job raised" in caplog.text
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent() -> None:
@@ -239,12 +205,3 @@ def test_a_store_closes_while_blocks_wait_for_their_check(rig: Rig) -> None:
     blocker.end.set()
     thread.join(WAIT_S)
     assert found == [None]
-
-
-def test_a_store_closes_while_blocks_are_with_the_device(rig: Rig) -> None:
-    rig.gate.hold = lambda operation: True
-    rig.store.prefetch(["a", "b"])
-    rig.store.working_set.space.close()
-    rig.gate.open()  # checked by who completes them: no thread is left
-    assert is_resident(rig.store, "a") and is_resident(rig.store, "b")
-    assert torch.equal(rig.store["a"], VALUE)

@@ -65,22 +65,6 @@ def two(tmp_path):
 # --- creation ---
 
 
-def test_creation_makes_private_directories_whatever_the_umask(tmp_path):
-    for umask in (0, 0o777):
-        path = tmp_path / f"{umask}" / "deep" / "run"
-        old = os.umask(umask)
-        try:
-            with closing(Directories.open([path])) as directories:
-                assert directories.created and directories.paths == (path,) and len(directories.store_uuid) == 16
-        finally:
-            os.umask(old)
-        assert {stat.S_IMODE(p.stat().st_mode) for p in (path, path.parent, path.parent.parent)} == {0o700}
-        assert {name: stat.S_IMODE((path / name).stat().st_mode) for name in os.listdir(path)} == {
-            "lock": 0o600,
-            "identity": 0o600,
-        }
-
-
 def test_an_empty_directory_becomes_private(tmp_path):
     tmp_path.chmod(0o755)
     (tmp_path / "lost+found").mkdir()
@@ -257,11 +241,6 @@ def test_a_store_whose_files_came_back_with_other_permissions_has_one_refusal_an
     Directories.open([path]).close()
 
 
-def test_another_users_directory_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 12345)
-    refused([tmp_path], match="belongs to user")
-
-
 def test_damaged_identity_is_corruption(tmp_path):
     make_store(tmp_path)
     path = tmp_path / "identity"
@@ -394,16 +373,6 @@ def test_what_another_process_does_before_the_lock_is_ours_counts(tmp_path, monk
         assert not directories.created and [directories.store_uuid] == made
 
 
-def test_a_copy_of_the_descriptor_does_not_keep_the_lock(tmp_path):
-    """A child that was forked a moment ago has one, until it comes to close it."""
-    directories = Directories.open([tmp_path])
-    copies = [os.dup(fd) for lock in directories._locks for fd in lock._fds.values()]
-    directories.close()
-    Directories.open([tmp_path]).close()
-    for fd in copies:
-        os.close(fd)
-
-
 def test_a_second_opener_is_told_the_pid(two):
     make_store(*two)
     for first, second in ("aa", "ar", "ra", "ax"):
@@ -465,15 +434,6 @@ def test_of_two_writers_that_no_lock_keeps_apart_one_is_refused(tmp_path):
         first.close()
     with tiered.Store(tmp_path / "run", dram="16MiB") as store:
         assert store.generation == 3 and (store["a"] == 4).all() and store.verify().is_clean
-
-
-def test_close_is_idempotent_and_releases(tmp_path):
-    directories = Directories.open([tmp_path])
-    assert "open" in repr(directories)
-    directories.close()
-    directories.close()
-    assert "closed" in repr(directories)
-    Directories.open([tmp_path]).close()
 
 
 HOLD = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors.torch import save_file
 from tests.store.rig import GatedDevice, numbers, simulated_store
 from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
-from tiered.errors import CorruptionError, LeaseError, UsageError
+from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime import external
 from tiered.store.store import Store
@@ -425,11 +424,6 @@ def test_a_file_that_is_no_file_of_tensors_is_refused_and_closed(tmp_path: Path,
         assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_external_files_say_how_many_they_are(tmp_path: Path, base: Path) -> None:
-    with opened(tmp_path, base) as store:
-        assert repr(store.external) == "<ExternalSources 1 files>"
-
-
 def test_external_files_on_a_drive_of_larger_sectors_are_refused(base: Path) -> None:
     """An aligned read of them would not fit into the memory of the store's own."""
 
@@ -440,30 +434,6 @@ def test_external_files_on_a_drive_of_larger_sectors_are_refused(base: Path) -> 
 
     with pytest.raises(UsageError, match=r"read in units of 4096 bytes, the store's own in 512; copy the files"):
         simulated_store(wrap=of_small_sectors, external=[base])
-
-
-def test_a_link_to_a_file_that_is_open_changes_nothing(tmp_path: Path, base: Path) -> None:
-    with opened(tmp_path, base) as store:
-        adopted(store, base)
-        os.link(base, tmp_path / "another")
-        base.chmod(0o600)
-        store.commit()
-        assert store.verify().is_clean
-
-
-def test_a_commit_that_was_refused_leaves_nothing_behind(tmp_path: Path, base: Path) -> None:
-    """It had read digests; what is adopted later is larger, and has its own."""
-    with opened(tmp_path, base) as store:
-        store["own"] = numbers(5000)
-        store.adopt("a", base, "pages")
-        with store.lease("own", "rw"), pytest.raises(LeaseError):
-            store.commit()
-        store.adopt("b", base, "large")
-        store.commit()
-        assert same(store["b"], tensors()["large"]) and same(store["a"], tensors()["pages"])
-        assert store.working_set.statistics().arena_bytes <= 16 * MiB
-    with opened(tmp_path, base) as store:
-        assert store.verify().is_clean
 
 
 def test_a_base_that_takes_long_to_read_fails_no_commit(tmp_path: Path, base: Path) -> None:
@@ -479,40 +449,6 @@ def test_a_base_that_takes_long_to_read_fails_no_commit(tmp_path: Path, base: Pa
         store.working_set.deadline_s = 1.0  # for all of it; what moves is not late
         store.commit(wait=False)
         store.working_set.deadline_s = 60.0
-
-
-def test_files_that_look_alike_and_files_that_nothing_lies_in(tmp_path: Path, base: Path) -> None:
-    twin = tmp_path / "twin" / base.name
-    twin.parent.mkdir()
-    values = {name: value.flip(0) for name, value in tensors().items()}
-    save_file(values, twin)
-    unused = tmp_path / "unused.safetensors"
-    save_file({"z": torch.ones(3)}, unused)
-    with Store(tmp_path / "run", dram="16MiB", external=[unused, base, twin, base]) as store:
-        store.adopt("first", base, "odd")
-        store.adopt("second", twin, "odd")
-        store.commit()
-        store["own"] = numbers(3000)
-    for files in ([base, twin], [base, twin, unused]):
-        with Store(tmp_path / "run", dram="16MiB", external=files) as store:
-            assert same(store["first"], tensors()["odd"]) and same(store["second"], values["odd"])
-            store["own"] = numbers(3000)
-    with Store(tmp_path / "run", dram="16MiB", external=[base, twin]) as store:
-        del store["second"], store["first"]
-    with Store(tmp_path / "run", dram="16MiB") as store:
-        assert list(store) == ["own"] and same(store["own"], numbers(3000))
-
-
-def test_a_damaged_external_key_can_be_dropped(tmp_path: Path, base: Path) -> None:
-    with opened(tmp_path, base) as store:
-        adopted(store, base)
-        entry = store.external.find(base, "odd")
-    with open(base, "r+b") as file:
-        file.seek(entry.offset)
-        file.write(b"\1\2\3")
-    with opened(tmp_path, base) as store:
-        store.drop_damaged(["base/odd"])
-        assert "base/odd" not in store and store.verify().is_clean
 
 
 def test_the_command_line_knows_external_files(
@@ -533,30 +469,6 @@ def test_the_command_line_knows_external_files(
     assert status == 0 and "of 6 keys, generation 1: none damaged" in output
     status, output = run("verify", tmp_path / "run")
     assert status == 2 and "is missing; none was given" in output
-
-
-def test_two_files_and_their_order(tmp_path: Path, base: Path) -> None:
-    other = tmp_path / "other.safetensors"
-    save_file({"x": numbers(9000, 7)}, other)
-    with Store(tmp_path / "run", dram="16MiB", external=[other, base]) as store:
-        store.adopt("x", other, "x")
-        store.adopt("odd", base, "odd")
-    with Store(tmp_path / "run", dram="16MiB", external=[base, other]) as store:
-        assert same(store["x"], numbers(9000, 7)) and same(store["odd"], tensors()["odd"])
-        paths = store.external.paths
-        assert [paths[store.external.indices[number]] for number in (0, 1)] == [str(other), str(base)]
-        with pytest.raises(UsageError, match="not among the files"):
-            store.adopt("y", tmp_path / "third.safetensors", "x")
-        with pytest.raises(UsageError):
-            store.adopt("y", other, "y")
-
-
-def test_a_store_that_cannot_be_opened_leaves_no_external_file_open(tmp_path: Path, base: Path) -> None:
-    with opened(tmp_path, base):
-        before = set(os.listdir("/proc/self/fd"))
-        with pytest.raises(UsageError, match="process"):
-            opened(tmp_path, base).close()
-        assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_swap_space_may_lie_beside_external_files(tmp_path: Path, base: Path) -> None:
@@ -629,22 +541,6 @@ def test_ranges_of_whole_pages_and_slabs_of_zeros_come_back_and_are_checked(tmp_
         assert (error.file, error.offset) == (str(tmp_path / "f.safetensors"), ranges[1].offset + block - at - 100)
         with pytest.raises(CorruptionError, match=f"block {block // (64 * KiB)} does not match"):
             store["a"]
-
-
-def test_digests_that_are_not_those_of_zeros_are_damage_of_the_file_they_lie_behind(tmp_path: Path) -> None:
-    """No byte of a file can be wrong there: the digests are."""
-    base = tmp_path / "f.safetensors"
-    save_file({"w": numbers(9000)}, base)
-    with opened(tmp_path, base) as store:
-        ranges = [ExternalRange(0, store.external.number(base), store.external.find(base, "w").offset, 9000)]
-        adopt(store.working_set, "a", Spec(torch.uint8, (40_000,), 16 * KiB), ranges)
-        store.commit()
-        row = store.working_set.entries["a"].row
-        assert row is not None
-        store.working_set.entries["a"].row = replace(row, digests=row.digests[:-8] + bytes(8))
-        with pytest.raises(CorruptionError, match="block 2 does not match") as caught:
-            store.read_part("a", 39_000, 40_000)
-        assert (caught.value.key, caught.value.file) == ("a", str(base))
 
 
 @pytest.mark.parametrize("is_resident", [False, True])
@@ -778,20 +674,6 @@ def test_copies_and_damaged_look_alikes_are_taken_by_name_and_order(tmp_path: Pa
         file.write(bytes(10))
     assert taken(renamed, base) == str(renamed)
     assert taken(tuned, base) == str(tuned), "neither is right, and both have the name"
-
-
-def test_copies_are_not_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base, copy = tmp_path / "base.safetensors", tmp_path / "copy.safetensors"
-    save_file({f"{number:02}": numbers(4096, number) for number in range(12)}, base)
-    copy.write_bytes(base.read_bytes())
-    with Store(tmp_path / "run", dram="16MiB", external=[base]) as store:
-        for number in range(12):
-            store.adopt(f"{number}", base, f"{number:02}")
-    monkeypatch.setattr(external, "_MOST_READ", 4)
-    with Store(tmp_path / "run", dram="16MiB", external=[copy, base]) as store:
-        assert isinstance(store.external.device, FileDevice)
-        assert store.external.paths[store.external.indices[0]] == str(base)
-        assert store.external.device.statistics().num_reads == 8
 
 
 def test_a_file_that_nothing_lies_in_any_more_is_not_asked_for_nor_kept(tmp_path: Path) -> None:

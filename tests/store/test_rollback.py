@@ -175,25 +175,6 @@ def test_registration_refuses_what_cannot_be_kept_and_taken_names(store: Store) 
     assert not store.registered("loader")
 
 
-def test_tensors_and_odd_values_ride_along(disk: SimulatedDisk) -> None:
-    class Optimizer(Counter):
-        def state_dict(self) -> dict[object, object]:  # type: ignore[override]
-            return {0: torch.tensor([1.5, float("nan")]), (1, 2): {"betas": (0.9, float("inf"))}}
-
-        def load_state_dict(self, state: dict[object, object]) -> None:  # type: ignore[override]
-            self.state = state
-
-    with simulated_store(disk) as store:
-        store.register("optimizer", Optimizer())
-        store.commit()
-    with simulated_store(disk) as store:
-        optimizer = Optimizer()
-        store.register("optimizer", optimizer)
-        store.resume()
-        assert optimizer.state[1, 2] == {"betas": (0.9, float("inf"))}
-        assert optimizer.state[0].isnan().tolist() == [False, True]  # type: ignore[attr-defined]
-
-
 # Guards
 
 
