@@ -88,7 +88,7 @@ def come_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a check without an answer ends the process
+    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a busy machine may be slow to answer
     monkeypatch.setattr("tiered.tools.bench.command.FULL", FEW)
     monkeypatch.setattr("tiered.tools.bench.command.QUICK", FEW)
 

@@ -123,7 +123,7 @@ def test_a_bench_fits(page: Page, tmp_path: Path) -> None:
 
 
 def test_the_doctor_fits(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a check without an answer ends the process
+    monkeypatch.setattr(examined, "__defaults__", (120.0,))  # a busy machine may be slow to answer
     assert main(["doctor", str(tmp_path)]) in (0, 1)
     page.check("ok ")
     words = "this and that and many more words " * 5

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from rich.console import Console
 from tiered.tools.cli import main
 from tiered.tools.doctor.checks import MACHINE, Finding, Outcome
 from tiered.tools.doctor.description import machine_description
-from tiered.tools.doctor.doctor import DoctorReport, examined
+from tiered.tools.doctor.doctor import DoctorReport, examined, worst_first
 
 FINDINGS = (
-    Finding(MACHINE, "SQLite", Outcome.OK, "version 3"),
+    Finding(MACHINE, "process groups", Outcome.OK, "one rank"),
     Finding("/a[b]", "direct I/O", Outcome.SLOWER, "refused [here]", cost="half", mend="move"),
     Finding("/c", "writing", Outcome.BROKEN, "no", cost="all", mend="mkdir /c"),
     Finding("/c", "profile", Outcome.OK, "none", mend="measure"),
@@ -29,7 +28,7 @@ class TestReport:
     """The worst first, and a verdict."""
 
     def report(self, *findings: Finding) -> DoctorReport:
-        return DoctorReport.of(findings, machine_description())
+        return DoctorReport(worst_first(findings), machine_description())
 
     def shown(self, report: DoctorReport, *, width: int = 200) -> list[str]:
         out = io.StringIO()
@@ -77,11 +76,6 @@ class TestReport:
         report = self.report(*findings)
         assert (report.status, report.verdict) == (status, verdict)
 
-    def test_findings_survive_json(self) -> None:
-        report = self.report(*FINDINGS)
-        known = json.loads(json.dumps(report.as_json()))["findings"]
-        assert [{**each, "outcome": Outcome(each["outcome"])} for each in known] == [asdict(f) for f in report.findings]
-
 
 class TestCommandLine:
     """In this process, as a user calls it, but for a machine that is busy: what works answers, whenever that is."""
@@ -96,7 +90,7 @@ class TestCommandLine:
         status = main(["doctor", str(place), "/dev/shm", "--json", str(file)])
         report = json.loads(file.read_text())
         assert report.keys() == {"version", "status", "verdict", "findings", "machine"}
-        assert (report["version"], report["status"], status) == (1, 1, 1), "tmpfs is broken"
+        assert (report["version"], report["status"], status) == (2, 1, 1), "tmpfs is broken"
         said = capsys.readouterr().out
         assert said.splitlines()[-1] == report["verdict"]
         for finding in report["findings"]:
@@ -126,8 +120,3 @@ class TestCommandLine:
         subjects = [finding.subject for finding in examined([tmp_path, ".", f"{tmp_path}/"]).findings]
         assert set(subjects) == {MACHINE, str(tmp_path)}
         assert "drives" not in {finding.check for finding in examined([tmp_path, "."]).findings}
-
-    def test_the_slowest_machine_is_not_waited_for(self, tmp_path: Path) -> None:
-        report = examined([tmp_path], deadline_s=0)
-        assert {finding.outcome for finding in report.findings} == {Outcome.BROKEN}
-        assert "no answer within 0 s" in report.findings[0].found

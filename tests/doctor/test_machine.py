@@ -56,11 +56,11 @@ class TestThisMachine:
     def test_every_check_answers(self) -> None:
         groups = machine_checks()
         found = {finding.check: finding for finding in examine(groups, 120)}
-        assert list(found) == [check.name for checks in groups for check in checks]
+        assert list(found) == [name for _, named in groups for name in named]
         for finding in found.values():
             assert finding.subject == MACHINE and finding.found
             assert (finding.outcome is Outcome.OK) == (not finding.cost), finding
-        assert found["SQLite"].outcome is found["process groups"].outcome is Outcome.OK
+        assert found["process groups"].outcome is Outcome.OK
 
     def test_io_uring_is_what_the_engine_finds(self, tmp_path: Path) -> None:
         assert (check_io_uring().outcome is Outcome.OK) == (probe_uring(tmp_path) is None)
@@ -133,14 +133,8 @@ class TestMemory:
         assert finding.outcome is Outcome.OK and "without io_uring" in finding.found
 
 
-@pytest.mark.parametrize("may_be_raised", [True, False])
-def test_a_low_limit_on_open_files(may_be_raised: bool) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if may_be_raised else 64
+def test_a_low_limit_on_open_files() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)), check_open_files)
     assert finding.outcome is Outcome.BROKEN and "the limit is 64, " in finding.found
-    assert finding.mend.startswith("ulimit -n ") == may_be_raised and ("limits.conf" in finding.mend) != may_be_raised
-
-
-def test_an_old_sqlite_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks.sqlite3, "sqlite_version_info", (3, 22, 0))
-    assert checks.check_sqlite().outcome is Outcome.BROKEN
+    assert finding.mend.startswith("ulimit -n 65536; ")

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
@@ -19,7 +20,7 @@ from typer.exceptions import TyperException
 from tiered import __version__
 from tiered.errors import TieredError
 from tiered.removed import removed_option
-from tiered.tools.console import INTERRUPTED, fold, lasting_streams
+from tiered.tools.console import INTERRUPTED, MAY_HANG, fold, lasting_streams
 from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
@@ -328,23 +329,33 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for a refusal, 130 after Ctrl-C."""
+    """Run the command line and return its exit status: 2 for a refusal, 130 after Ctrl-C.
+
+    The process's own command line, ``arguments`` None, ends the process where a check of the doctor's hangs.
+    """
     with lasting_streams():
-        try:
-            job = app(arguments, prog_name="tiered", standalone_mode=False)
-            status = int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
-            sys.stdout.flush()
-            return status
-        except TyperException as error:
-            removed = removed_option(error)
-            return _refuse(removed) if removed else _refuse(error.format_message().rstrip("."), "try --help")
-        except (TieredError, ValueError) as error:
-            return _refuse(str(error), *getattr(error, "__notes__", ()))
-        except OSError as error:
-            return _refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
-        except (KeyboardInterrupt, EOFError, typer.Abort):
-            print("\ninterrupted", file=sys.stderr)
-            return INTERRUPTED
+        status = _run(arguments)
+    if arguments is None and any(thread.name == MAY_HANG for thread in threading.enumerate()):
+        os._exit(status)  # the interpreter would wait for the check; the streams were flushed above
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        job = app(arguments, prog_name="tiered", standalone_mode=False)
+        status = int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
+        sys.stdout.flush()
+        return status
+    except TyperException as error:
+        removed = removed_option(error)
+        return _refuse(removed) if removed else _refuse(error.format_message().rstrip("."), "try --help")
+    except (TieredError, ValueError) as error:
+        return _refuse(str(error), *getattr(error, "__notes__", ()))
+    except OSError as error:
+        return _refuse(f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (KeyboardInterrupt, EOFError, typer.Abort):
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _parsed(option: str, parse: Callable[[str], _T], text: str | None) -> _T | None:

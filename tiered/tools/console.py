@@ -19,12 +19,15 @@ from typing import Any, TextIO, cast
 from tiered.errors import UsageError
 
 __all__ = [
-    "INTERRUPTED", "Interruption", "check_writable", "columns", "confirm", "fold", "lasting_streams", "page_width",
-    "say", "write_report",
+    "INTERRUPTED", "MAY_HANG", "Interruption", "check_writable", "columns", "confirm", "fold", "lasting_streams",
+    "page_width", "say", "write_report",
 ]  # fmt: skip
 
 INTERRUPTED = 130
 """The exit status of a process that ended on Ctrl-C: 128 + SIGINT."""
+
+MAY_HANG = "tiered-doctor"
+"""The name of threads that may hang for good: the process of a command line ends without them."""
 
 _SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 _NARROWEST = 40  # below it a line of figures is worse folded than broken by the terminal

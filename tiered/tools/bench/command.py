@@ -20,7 +20,7 @@ from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
 from tiered.tools.bench.suite import Suite, measure_together
 from tiered.tools.console import INTERRUPTED, Interruption, check_writable, confirm, say, write_report
-from tiered.tools.doctor.checks import drive_checks
+from tiered.tools.doctor.checks import check_drives
 from tiered.tools.doctor.description import DirectoryDescription, machine_description
 from tiered.units import format_bytes
 
@@ -75,8 +75,8 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
     say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
-    drives = [check.run().found for check in drive_checks([one.path for one in machine.directories])]
-    say(*machine.lines(), *(f"drives    {found}" for found in drives), indent=10)
+    paths = [one.path for one in machine.directories]
+    say(*machine.lines(), *([f"drives    {check_drives(paths).found}"] if paths[1:] else []), indent=10)
     seconds = settings.estimate_s(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     say(f"about {time}; Ctrl-C ends it in good order")

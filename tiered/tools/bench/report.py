@@ -311,7 +311,7 @@ class BenchReport:
             "schema": SCHEMA,
             "version": VERSION,
             "measured_at": self.measured_at,
-            "machine": self.machine.as_json(),
+            "machine": asdict(self.machine),
             "settings": asdict(self.settings),
             "results": [row for one in found for row in one["rows"]],
             "tensors": [row for one in found for row in one["tensors"]] + [asdict(row) for row in self.together],

@@ -18,7 +18,6 @@ import re
 import resource
 import shlex
 import shutil
-import sqlite3
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,13 +38,13 @@ from tiered.bytes.device.profile import find_profile
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.pinned_arena import NoRegistrar, PinnedArena, registrar_for
 from tiered.errors import DeviceError
-from tiered.tools.doctor.description import by_drive, directory_description
+from tiered.tools.doctor.description import by_drive, directory_description, find_block_device
 from tiered.units import KiB, MiB, format_bytes, format_count
 from tiered.zero.formats.compact_codes import COMPACT_COST, INSTALL_COMPACT
 from tiered.zero.formats.compact_kernels import compile_nothing
 
 __all__ = [
-    "MACHINE", "Check", "Finding", "Outcome", "broken", "directory_checks", "drive_checks", "machine_checks", "ok",
+    "MACHINE", "Checks", "Finding", "Outcome", "broken", "check_drives", "directory_checks", "machine_checks", "ok",
     "slower",
 ]  # fmt: skip
 
@@ -64,7 +63,10 @@ _RAISE_MEMLOCK = (
     "ulimit -l unlimited; where that is refused, as root: '* - memlock unlimited' in /etc/security/limits.conf, "
     "LimitMEMLOCK=infinity in a service, --ulimit memlock=-1 for a container"
 )
-_SQLITE = (3, 33)  # the first with sqlite_schema
+_RAISE_OPEN_FILES = (
+    "ulimit -n 65536; where that is refused, as root: '* hard nofile 65536' in /etc/security/limits.conf, "
+    "LimitNOFILE=65536 in a service"
+)
 _GROUP_DEADLINE_S = 5.0
 _PARAM_NBYTES = 31  # the most space that training takes per parameter; see tiered/tools/train/plan.py
 _LEAST_FREE_NBYTES = 64 * MiB  # below it no store of any use grows
@@ -73,7 +75,6 @@ _NUM_FLUSHES = 5
 # Flash takes longer than the first to keep a block, so a volatile cache that answers sooner was not written out; a good
 # drive does not take as long as the second.
 _FAST_FLUSH_S, _SLOW_FLUSH_S = 100e-6, 50e-3
-_OLD_DAYS = 180
 
 
 class Outcome(enum.StrEnum):
@@ -96,14 +97,8 @@ class Finding:
     mend: str = ""  # the command, or the next step
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing to try; where one that is essential is broken, the checks after it make no sense."""
-
-    subject: str
-    name: str
-    run: Callable[[], Finding]
-    is_essential: bool = False
+Checks = tuple[str, dict[str, Callable[[], Finding]]]
+"""A subject, and the checks of it by name in their order; where the first is broken, the others make no sense."""
 
 
 def ok(found: str, *, mend: str = "") -> Finding:
@@ -124,7 +119,7 @@ def broken(found: str, *, cost: str, mend: str) -> Finding:
 # -- a directory ---------------------------------------------------------------------------------------------------
 
 
-def directory_checks(directory: str) -> list[Check]:
+def directory_checks(directory: str) -> Checks:
     """Return the checks of ``directory``, in an order: where it cannot be written to, the others make no sense."""
     named: dict[str, Callable[[str], Finding]] = {
         "writing": check_writing,
@@ -135,15 +130,7 @@ def directory_checks(directory: str) -> list[Check]:
         "flush": check_flush,
         "profile": check_profile,
     }
-    return [
-        Check(directory, name, functools.partial(run, directory), is_essential=name == "writing")
-        for name, run in named.items()
-    ]
-
-
-def drive_checks(directories: Sequence[str]) -> list[Check]:
-    """Return the check that several directories lie on several drives; none for a single directory."""
-    return [Check(MACHINE, "drives", functools.partial(check_drives, directories))] if directories[1:] else []
+    return directory, {name: functools.partial(run, directory) for name, run in named.items()}
 
 
 def check_writing(directory: str) -> Finding:
@@ -163,7 +150,7 @@ def check_writing(directory: str) -> Finding:
             "is read-only",
             errno.ENOSPC: "remove files there, or use another directory",
             errno.EDQUOT: "raise the quota, or remove files",
-            errno.EMFILE: "ulimit -n 65536",
+            errno.EMFILE: _RAISE_OPEN_FILES,
         }.get(error.errno or 0, "see the kernel log (dmesg) for this drive")
         found = f"a block could not be written: {error.strerror or error}"
         return broken(found, cost="no store can be kept here", mend=mend)
@@ -235,7 +222,7 @@ def check_engine(directory: str) -> Finding:
 
 def check_flush(directory: str) -> Finding:
     """Time fdatasync of an overwritten block, the wait of each commit, several times."""
-    described, took = directory_description(directory), list[float]()
+    mount, took = find_mount(directory), list[float]()
     with _unnamed(directory) as fd:
         os.pwrite(fd, os.urandom(_BLOCK_NBYTES), 0)
         os.fsync(fd)  # order: from here on, only data is flushed
@@ -246,9 +233,10 @@ def check_flush(directory: str) -> Finding:
             took.append(time.perf_counter() - start)
     median_s = statistics.median(took)
     found = f"fdatasync of {format_bytes(_BLOCK_NBYTES)} takes {1e3 * median_s:.3g} ms"
-    if described.kind == "memory":
+    if mount is not None and mount.kind == "memory":
         return ok(f"{found}: there is no drive to wait for")
-    cache = described.block_device and described.block_device.write_cache
+    drive = find_block_device(mount) if mount else None
+    cache = drive.write_cache if drive else None
     if median_s < _FAST_FLUSH_S and cache == "write back":
         found += ": suspiciously fast for a drive that says it has a volatile cache"
         mend = "none from here; unless it is safe against power cuts, so are commits not: ask who runs the virtual disk"
@@ -260,7 +248,7 @@ def check_flush(directory: str) -> Finding:
 
 
 def check_profile(directory: str) -> Finding:
-    """Look for the measurement of ``tiered bench``, and its age."""
+    """Look for the measurement of ``tiered bench``, which another kernel makes an old one."""
     mend = f"tiered bench {shlex.quote(directory)}"
     profile, complaints = find_profile(directory)
     if complaints:
@@ -268,17 +256,12 @@ def check_profile(directory: str) -> Finding:
         return slower("; ".join(complaints), cost=cost, mend=f"remove it, then: {mend}")
     if profile is None:
         return ok("the drive was not measured yet", mend=mend)
-    when, now = datetime.datetime.fromisoformat(profile.measured_at), datetime.datetime.now(datetime.UTC)
-    days = (now - (when if when.tzinfo else when.replace(tzinfo=datetime.UTC))).days
-    is_other_kernel = profile.kernel != os.uname().release
     found = (
-        f"measured {f'{days} days ago' if days > 1 else 'yesterday' if days else 'today'}: "
+        f"measured {profile.measured_at.partition('T')[0]} on Linux {profile.kernel}: "
         f"reads {profile.read_bytes_per_s / 1e9:.2f} GB/s, writes {profile.write_bytes_per_s / 1e9:.2f} GB/s with "
         f"{profile.engine}, blocks of {format_bytes(profile.block_nbytes)}"
     )
-    if is_other_kernel:
-        found += f", on Linux {profile.kernel}"
-    return ok(found, mend=mend if is_other_kernel or not 0 <= days <= _OLD_DAYS else "")
+    return ok(found, mend="" if profile.kernel == platform.release() else mend)
 
 
 def check_drives(directories: Sequence[str]) -> Finding:
@@ -295,28 +278,21 @@ def check_drives(directories: Sequence[str]) -> Finding:
 # -- the machine ---------------------------------------------------------------------------------------------------
 
 
-def machine_checks() -> list[list[Check]]:
+def machine_checks() -> list[Checks]:
     """Return the checks of the machine in groups: a check that hangs holds up its group alone."""
-    groups: tuple[dict[str, Callable[[], Finding]], ...] = (
-        {
-            "io_uring": check_io_uring,
-            "huge pages": check_huge_pages,
-            "locked memory": check_memlock,
-            "open files": check_open_files,
-            "SQLite": check_sqlite,
-        },
-        {
-            "compute device": check_compute_device,
-            "driver": check_driver,
-            "pinned memory": check_pinned_memory,
-            "unified memory": check_unified_memory,
-        },
-        {"process groups": check_process_groups},
-        {"compact kernels": check_compact_kernels},
-    )
     return [
-        [Check(MACHINE, name, run, is_essential=name == "compute device") for name, run in group.items()]
-        for group in groups
+        (
+            MACHINE,
+            {
+                "io_uring": check_io_uring,
+                "huge pages": check_huge_pages,
+                "locked memory": check_memlock,
+                "open files": check_open_files,
+            },
+        ),
+        (MACHINE, {"compute device": check_compute_device, "pinned memory": check_pinned_memory}),
+        (MACHINE, {"process groups": check_process_groups}),
+        (MACHINE, {"compact kernels": check_compact_kernels}),
     ]
 
 
@@ -355,7 +331,7 @@ def _refusal(number: int | None) -> tuple[str, str]:
     if number == errno.ENOMEM:
         return "its memory is over the limit on locked memory", _RAISE_MEMLOCK
     if number == errno.EMFILE:
-        return "too many files are open", "raise the limit: ulimit -n 65536"
+        return "too many files are open", _RAISE_OPEN_FILES
     return "no reason is known for that", "look whether a security module (SELinux, AppArmor) forbids it"
 
 
@@ -377,11 +353,8 @@ def check_huge_pages() -> Finding:
     if setting in (None, "never"):
         found += f"; {_THP} {'says never' if setting else 'is missing'}"
         mend = f"as root: echo madvise > {_THP}" if setting else "run a kernel with CONFIG_TRANSPARENT_HUGEPAGE"
-    elif "THP_enabled:\t0" in (kernel_file.text(_STATUS) or ""):
-        found += "; they are switched off for this process (prctl PR_SET_THP_DISABLE)"
-        mend = "start it from a program that does not do that"
     else:
-        found += "; memory is short or fragmented"
+        found += "; memory is short or fragmented, or prctl switched them off for this process"
         mend = "as root: echo 1 > /proc/sys/vm/compact_memory"
     cost = "4 MiB blocks, 8 in flight: reads 1.1 instead of 3.5 GB/s, writes 2.9 instead of 6.5"
     return slower(found, cost=cost, mend=mend)
@@ -418,28 +391,13 @@ def check_memlock() -> Finding:
 
 def check_open_files() -> Finding:
     """Compare the limit on open files with the number of open ones."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     num_open = psutil.Process().num_fds()
     found = f"the limit is {'unlimited' if soft == resource.RLIM_INFINITY else f'{soft:,}'}, {num_open} are open"
     if soft == resource.RLIM_INFINITY or soft - num_open >= _FEWEST_FILES:
         return ok(found)
-    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    mend = f"ulimit -n {wanted}"
-    if wanted - num_open < _FEWEST_FILES:
-        mend = "as root: add 'LimitNOFILE=65536' to the service, or '* hard nofile 65536' to /etc/security/limits.conf"
     cost = "a store has a few open in each directory, training its data and sockets: it stops with EMFILE"
-    return broken(found, cost=cost, mend=mend)
-
-
-def check_sqlite() -> Finding:
-    """Try the SQLite that Python was built with as the catalog uses it."""
-    version, needed = sqlite3.sqlite_version, ".".join(map(str, _SQLITE))
-    if sqlite3.sqlite_version_info < _SQLITE:
-        mend = f"use a Python that has SQLite {needed} or newer"
-        return broken(f"{version} is older than {needed}", cost="no store can be opened", mend=mend)
-    with closing(sqlite3.connect(":memory:")) as connection:
-        connection.execute("SELECT name FROM sqlite_schema").fetchall()
-    return ok(f"version {version}")
+    return broken(found, cost=cost, mend=_RAISE_OPEN_FILES)
 
 
 def check_compact_kernels() -> Finding:
@@ -460,9 +418,14 @@ def check_compute_device() -> Finding:
     if torch.cuda.is_available():
         total = float(torch.ones(2, dtype=torch.float32, device="cuda").sum())  # a float waits for the device
         assert total == 2, total
-        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         devices = ", ".join(f"{each.name} with {format_bytes(each.total_memory)}" for each in gpus)
-        return ok(f"CUDA {torch.version.cuda}: {devices}")
+        found = f"CUDA {torch.version.cuda}: {devices}"
+        if any(getattr(each, "is_integrated", False) for each in gpus):
+            cost = "bytes that are copied there are in memory twice, and dram= and device_memory= come out of one"
+            mend = "give both budgets together less than what is free"
+            return slower(f"{found}, which computes in the machine's own memory", cost=cost, mend=mend)
+        return ok(found)
     if not _NVIDIA.exists():
         return ok("not there: training runs on the CPU")
     built, cost = f"torch {torch.__version__} is built", "training runs on the CPU"
@@ -472,28 +435,6 @@ def check_compute_device() -> Finding:
     mend = "see nvidia-smi: is the driver older than that CUDA, or the GPU hidden (CUDA_VISIBLE_DEVICES)?"
     found = f"an NVIDIA GPU is there, and CUDA {torch.version.cuda}, for which {built}, does not start"
     return broken(found, cost=cost, mend=mend)
-
-
-def check_driver() -> Finding:
-    """Read the version of NVIDIA's driver, the one driver that says it in a file."""
-    if not _NVIDIA.exists():
-        return ok("not there: no NVIDIA GPU")
-    text = " ".join(_NVIDIA.read_text(errors="replace").partition("\n")[0].split())
-    version = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return ok(f"NVIDIA {version[0]}" if version else f"NVIDIA, of an unknown version: {text[:80]!r}")
-
-
-def check_unified_memory() -> Finding:
-    """Look whether a GPU computes in the machine's own memory: then bytes that are copied there are in it twice."""
-    if not torch.cuda.is_available():
-        return ok("not there: no CUDA device")
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    integrated = [each.name for each in gpus if getattr(each, "is_integrated", False)]
-    if not integrated:
-        return ok("not there: each GPU has memory of its own")
-    cost = "what is copied to the GPU is in that memory twice, and dram= and device_memory= come out of one"
-    mend = "give both budgets together less than what is free"
-    return slower(f"{', '.join(integrated)} computes in the machine's own memory", cost=cost, mend=mend)
 
 
 def check_pinned_memory() -> Finding:

@@ -10,10 +10,11 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+import psutil
 import torch
 
 import tiered
@@ -22,7 +23,7 @@ from tiered.bytes.device.direct_io import probe_direct
 from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
 from tiered.bytes.kernel_file import said
-from tiered.units import KiB, format_bytes
+from tiered.units import format_bytes
 
 __all__ = [
     "BlockDevice", "DirectoryDescription", "MachineDescription", "by_drive", "directory_description",
@@ -32,8 +33,6 @@ __all__ = [
 Limit = int | str | None
 """Bytes or a count; "unlimited"; None where it is not readable."""
 
-_THP = Path("/sys/kernel/mm/transparent_hugepage")
-
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
@@ -41,16 +40,12 @@ class BlockDevice:
 
     name: str  # nvme0n1, vda, dm-0, ...
     model: str | None
-    nbytes: int | None
     is_rotational: bool | None
     scheduler: str | None
     write_cache: str | None  # "write back": only a flush makes durable
     nr_requests: int | None
     max_sectors_kb: int | None
     logical_block_nbytes: int | None
-    physical_block_nbytes: int | None
-    optimal_io_nbytes: int | None
-    numa_node: int | None
     temperature_c: float | None
     parts: tuple[BlockDevice, ...]  # the members of a RAID, the disk under an encrypted one
 
@@ -67,9 +62,8 @@ class BlockDevice:
         return (
             f"{self.name}: model {said(self.model)}, {rotational[self.is_rotational]}, "
             f"scheduler {said(self.scheduler)}, nr_requests {said(self.nr_requests)}, "
-            f"max_sectors_kb {said(self.max_sectors_kb)}, blocks of {said(self.logical_block_nbytes)} logical and "
-            f"{said(self.physical_block_nbytes)} physical bytes, write cache {said(self.write_cache)}, "
-            f"NUMA node {said(self.numa_node)}, temperature {temperature}{parts}"
+            f"max_sectors_kb {said(self.max_sectors_kb)}, blocks of {said(self.logical_block_nbytes)} bytes, "
+            f"write cache {said(self.write_cache)}, temperature {temperature}{parts}"
         )
 
 
@@ -110,18 +104,12 @@ class MachineDescription:
     architecture: str
     cpu_model: str | None
     num_cores: int  # that this process may use
-    num_numa_nodes: int | None
-    ram_nbytes: int | None
-    available_nbytes: int | None
+    ram_nbytes: int
+    available_nbytes: int
     memory_limit_nbytes: Limit  # of the control group
     transparent_huge_pages: str | None  # always, madvise or never
-    transparent_huge_pages_defrag: str | None
-    num_hugetlb_pages: int | None
-    hugetlb_page_nbytes: int | None
     memlock_nbytes: Limit  # soft limit
-    memlock_hard_nbytes: Limit
-    num_open_files: Limit
-    num_open_files_hard: Limit
+    num_open_files: Limit  # soft limit
     tiered_version: str
     torch_version: str
     cuda_version: str | None  # that torch was built for; None: built without
@@ -133,22 +121,15 @@ class MachineDescription:
         cuda = f"CUDA {self.cuda_version}" if self.cuda_version else "without CUDA"
         return [
             f"machine   Linux {self.kernel} {self.architecture}, {self.cpu_model or 'CPU not readable'}, "
-            f"{self.num_cores} cores, NUMA nodes: {said(self.num_numa_nodes)}",
+            f"{self.num_cores} cores",
             f"memory    {_bytes(self.ram_nbytes)}, {_bytes(self.available_nbytes)} available, "
-            f"control group limit {_bytes(self.memory_limit_nbytes)}",
-            f"pages     transparent huge pages {said(self.transparent_huge_pages)} "
-            f"(defrag {said(self.transparent_huge_pages_defrag)}), hugetlb: {said(self.num_hugetlb_pages)} "
-            f"of {_bytes(self.hugetlb_page_nbytes)}",
-            f"limits    memlock {_bytes(self.memlock_nbytes)} (hard {_bytes(self.memlock_hard_nbytes)}), "
-            f"open files {self.num_open_files} (hard {self.num_open_files_hard})",
+            f"control group limit {_bytes(self.memory_limit_nbytes)}, "
+            f"transparent huge pages {said(self.transparent_huge_pages)}",
+            f"limits    memlock {_bytes(self.memlock_nbytes)}, open files {self.num_open_files}",
             f"versions  tiered {self.tiered_version}, torch {self.torch_version} ({cuda}), "
             f"Python {self.python_version}",
             *(line for directory in self.directories for line in directory.lines()),
         ]
-
-    def as_json(self) -> dict[str, object]:
-        """Return the description for programs, for ``json.dumps``; null where something is not readable."""
-        return asdict(self)
 
 
 def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> MachineDescription:
@@ -157,26 +138,19 @@ def machine_description(directories: Sequence[str | os.PathLike[str]] = ()) -> M
     Writes and reads one block of an unnamed file in each directory, to see whether direct I/O works. Never raises,
     whatever it finds; blocks as long as the drives do.
     """
-    memory = _memory_information(Path("/proc/meminfo"))
-    huge_pages = memory.get("HugePages_Total")
-    memlock, files = _limits(resource.RLIMIT_MEMLOCK), _limits(resource.RLIMIT_NOFILE)
+    memory = psutil.virtual_memory()
+    found = re.search(r"^model name\s*:\s*(.+)$", kernel_file.text(Path("/proc/cpuinfo")) or "", re.MULTILINE)
     return MachineDescription(
         kernel=platform.release(),
         architecture=platform.machine(),
-        cpu_model=_cpu_model(Path("/proc/cpuinfo")),
+        cpu_model=found[1] if found else None,
         num_cores=len(os.sched_getaffinity(0)),
-        num_numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
-        ram_nbytes=memory.get("MemTotal"),
-        available_nbytes=memory.get("MemAvailable"),
+        ram_nbytes=memory.total,
+        available_nbytes=memory.available,
         memory_limit_nbytes=memory_limit(),
-        transparent_huge_pages=kernel_file.choice(_THP / "enabled"),
-        transparent_huge_pages_defrag=kernel_file.choice(_THP / "defrag"),
-        num_hugetlb_pages=huge_pages,
-        hugetlb_page_nbytes=memory.get("Hugepagesize"),
-        memlock_nbytes=memlock[0],
-        memlock_hard_nbytes=memlock[1],
-        num_open_files=files[0],
-        num_open_files_hard=files[1],
+        transparent_huge_pages=kernel_file.choice(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        memlock_nbytes=_limit(resource.RLIMIT_MEMLOCK),
+        num_open_files=_limit(resource.RLIMIT_NOFILE),
         tiered_version=tiered.__version__,
         torch_version=str(torch.__version__),
         cuda_version=torch.version.cuda,
@@ -223,26 +197,9 @@ def _try_direct(path: str) -> tuple[int | None, str | None]:
     return (probe.alignment, None) if probe.refusal is None else (None, probe.refusal)
 
 
-def _memory_information(path: Path) -> dict[str, int]:
-    """Return the numbers of /proc/meminfo, in bytes where they are bytes."""
-    found = re.findall(r"^(\w+):\s+(\d+)( kB)?$", kernel_file.text(path) or "", re.MULTILINE)
-    return {name: int(count) * (KiB if unit else 1) for name, count, unit in found}
-
-
-def _cpu_model(path: Path) -> str | None:
-    """Return the model; an ARM core has numbers in its place."""
-    content = kernel_file.text(path) or ""
-    found = re.search(r"^model name\s*:\s*(.+)$", content, re.MULTILINE)
-    if found:
-        return found[1].strip()
-    numbers = re.findall(r"^CPU (implementer|part)\s*:\s*(\S+)$", content, re.MULTILINE)[:2]
-    return ", ".join(f"{name} {value}" for name, value in numbers) or None
-
-
-def _limits(which: int) -> tuple[Limit, Limit]:
-    soft, hard = resource.getrlimit(which)
-    infinite = resource.RLIM_INFINITY
-    return ("unlimited" if soft == infinite else soft), ("unlimited" if hard == infinite else hard)
+def _limit(which: int) -> Limit:
+    soft, _ = resource.getrlimit(which)
+    return "unlimited" if soft == resource.RLIM_INFINITY else soft
 
 
 def _bytes(nbytes: Limit) -> str:
@@ -299,21 +256,16 @@ def _numbers(mount: Mount) -> Iterator[tuple[int, int]]:
 def _describe(place: Path, depth: int) -> BlockDevice:
     disk = place.parent if (place / "partition").exists() else place
     queue = disk / "queue"
-    sectors = kernel_file.number(disk / "size")
     rotational = kernel_file.number(queue / "rotational")
     return BlockDevice(
         name=disk.name,
         model=_model(disk),
-        nbytes=None if sectors is None else sectors * 512,
         is_rotational=None if rotational is None else bool(rotational),
         scheduler=kernel_file.choice(queue / "scheduler"),
         write_cache=kernel_file.text(queue / "write_cache"),
         nr_requests=kernel_file.number(queue / "nr_requests"),
         max_sectors_kb=kernel_file.number(queue / "max_sectors_kb"),
         logical_block_nbytes=kernel_file.number(queue / "logical_block_size"),
-        physical_block_nbytes=kernel_file.number(queue / "physical_block_size"),
-        optimal_io_nbytes=kernel_file.number(queue / "optimal_io_size"),
-        numa_node=_numa_node(disk),
         temperature_c=_temperature(disk),
         parts=_parts(disk, depth),
     )
@@ -343,9 +295,3 @@ def _temperature(disk: Path) -> float | None:
     except OSError:
         return None
     return next((milli / 1000 for file in files if (milli := kernel_file.number(file)) is not None), None)
-
-
-def _numa_node(disk: Path) -> int | None:
-    """Return the node of the controller; the kernel says -1 where there is none."""
-    numbers = (kernel_file.number(disk / name) for name in ("device/numa_node", "device/device/numa_node"))
-    return next((found for found in numbers if found is not None and found >= 0), None)

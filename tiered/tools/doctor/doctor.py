@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import logging
 import os
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,43 +18,38 @@ from rich.text import Text
 
 from tiered.bytes import kernel_file
 from tiered.bytes.critical_section import BoundedThread
-from tiered.tools.console import INTERRUPTED, check_writable, fold, page_width, write_report
+from tiered.tools.console import MAY_HANG, check_writable, fold, page_width, write_report
 from tiered.tools.doctor.checks import (
     MACHINE,
-    Check,
+    Checks,
     Finding,
     Outcome,
     broken,
+    check_drives,
     directory_checks,
-    drive_checks,
     machine_checks,
 )
 from tiered.tools.doctor.description import MachineDescription, machine_description
 
-__all__ = ["DoctorReport", "doctor", "examine", "examined"]
+__all__ = ["DoctorReport", "doctor", "examine", "examined", "worst_first"]
 
 _DEADLINE_S = 6.0  # with torch's import and a margin, less than 10 s in all
 _HEAD_START_S = 0.25  # of a group before the next: the time of a flush is the drive's, not that of another check
-_GRACE_S = 5.0  # after the deadline, for a check that lets no other thread run
-_THREAD = "tiered-doctor"
 _SEE_LOG = "see the kernel log (dmesg) for the reason"
-_VERSION = 1
-_STYLES = {Outcome.BROKEN: "bold red", Outcome.SLOWER: "yellow", Outcome.OK: "green"}
+_VERSION = 2
+_STYLES = {Outcome.BROKEN: "bold red", Outcome.SLOWER: "yellow", Outcome.OK: "green"}  # the worst first
 
 
 def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
     """Examine ``directories``, print the findings, and return the exit status: 1 if something is broken.
 
     ``json_file`` gets the report for programs; "-" prints that instead of the table. Raises UsageError where it cannot
-    be written. Ends the process itself where a check hangs.
+    be written. Python prints the place of a check that crashes the process.
     """
     if json_file not in (None, "-"):
         check_writable(Path(str(json_file)))
-    try:
-        report = examined(directories)
-    except KeyboardInterrupt:
-        _leave(INTERRUPTED, "\ninterrupted\n")
-        raise
+    faulthandler.enable(2)
+    report = examined(directories)
     text = f"{json.dumps(report.as_json(), indent=1)}\n"
     if json_file == "-":
         print(text, end="")
@@ -63,108 +57,90 @@ def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
         report.show()
         if json_file is not None:
             write_report(Path(json_file), text)
-    _leave(report.status)
     return report.status
 
 
-def _leave(status: int, notice: str = "") -> None:
-    """End the process where a check hangs: the interpreter would wait for the check."""
-    if any(thread.name == _THREAD for thread in threading.enumerate()):
-        sys.stderr.write(notice)
-        sys.stdout.flush()
-        os._exit(status)
-
-
 def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = _DEADLINE_S) -> DoctorReport:
-    """Return the report on this machine and ``directories``; blocks for little more than ``deadline_s``.
+    """Return the report on this machine and ``directories``, the worst findings first; leaves nothing there.
 
-    Leaves nothing in the directories.
+    Blocks for little more than ``deadline_s``. A directory in which a check hangs or was not tried is not described.
     """
     # Not realpath: a link that leads to a drive that hangs must not be followed here.
     paths = list(dict.fromkeys(os.path.abspath(directory) for directory in directories))
     groups = [directory_checks(path) for path in paths]
-    findings = examine([*groups, drive_checks(paths), *machine_checks()], deadline_s)
-    answered = [path for path, checks in zip(paths, groups, strict=True) if len(_of(path, findings)) == len(checks)]
-    return DoctorReport.of(findings, machine_description(answered))
+    drives: list[Checks] = [(MACHINE, {"drives": lambda: check_drives(paths)})] if paths[1:] else []
+    findings = examine([*groups, *drives, *machine_checks()], deadline_s)
+    answered = [path for path, named in groups if sum(finding.subject == path for finding in findings) == len(named)]
+    return DoctorReport(worst_first(findings), machine_description(answered))
 
 
-def _of(subject: str, findings: Sequence[Finding]) -> list[Finding]:
-    return [finding for finding in findings if finding.subject == subject]
+def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings by outcome; within an outcome the machine's come first."""
+    return tuple(sorted(findings, key=lambda one: (list(_STYLES).index(one.outcome), one.subject != MACHINE)))
 
 
-def examine(groups: Sequence[Sequence[Check]], deadline_s: float) -> list[Finding]:
+def examine(groups: Sequence[Checks], deadline_s: float) -> list[Finding]:
     """Run the checks of each group in order, in a thread of its own; return all findings after ``deadline_s``.
 
     A check that raises or has not answered by then is broken, and the rest of the group of a check without an answer
-    is not tried. Blocks for little more than ``deadline_s``, whatever the drives do: the thread of a check that hangs
-    is left to the drive. A check that hangs with Python's lock ends the process, which prints the place of the check.
+    is not tried; nor is it after a first check that is broken. Blocks for little more than ``deadline_s``, whatever the
+    drives do: the thread of a check that hangs is left to the drive.
     """
     give_up = time.monotonic() + deadline_s
-    trials = [_Trial(checks) for checks in groups]
-    with _silence(deadline_s):
+    trials = [_Trial(subject, named) for subject, named in groups]
+    with _silence():
         for trial in trials:
-            if (left_s := give_up - time.monotonic()) > 0:
-                trial.start()
-                trial.join(min(_HEAD_START_S, left_s))
+            trial.start()
+            trial.join(min(_HEAD_START_S, deadline_s))
         for trial in trials:
-            if trial.native_id is not None:
-                trial.join(max(0.0, give_up - time.monotonic()))
+            trial.join(max(0.0, give_up - time.monotonic()))
     return [finding for trial in trials for finding in trial.findings(deadline_s)]
 
 
 class _Trial(BoundedThread):
     """The thread of one group of checks, and the findings so far."""
 
-    def __init__(self, checks: Sequence[Check]) -> None:
-        super().__init__(target=self._run_checks, name=_THREAD)
-        self._checks = checks
+    def __init__(self, subject: str, named: dict[str, Callable[[], Finding]]) -> None:
+        super().__init__(target=self._run_checks, name=MAY_HANG)
+        self._subject = subject
+        self._checks = named
         self._found: list[Finding] = []
 
     def _run_checks(self) -> None:
-        for check in self._checks:
+        for name, check in self._checks.items():
             try:
-                finding = check.run()
+                finding = check()
             except Exception as error:
                 failed = f"the trial failed: {str(error) or repr(error)}"[:1000]
                 finding = broken(failed, cost="not known", mend=_SEE_LOG)
-            self._found.append(replace(finding, subject=check.subject, check=check.name))
-            if check.is_essential and finding.outcome is Outcome.BROKEN:
+            self._found.append(replace(finding, subject=self._subject, check=name))
+            if self._found[0].outcome is Outcome.BROKEN:
                 return
 
     def findings(self, deadline_s: float) -> list[Finding]:
         """Return the findings; a check without an answer is broken."""
-        has_ended, found = self.native_id is not None and not self.is_alive(), list(self._found)
-        if not has_ended and len(found) < len(self._checks):
-            check = self._checks[len(found)]
+        is_alive, found = self.is_alive(), list(self._found)
+        waiting = list(self._checks)[len(found) :]
+        if is_alive and waiting:
             what = f"no answer within {deadline_s:g} s"
             if "State:\tD" in (kernel_file.text(Path(f"/proc/self/task/{self.native_id}/status")) or ""):
                 what += "; the trial hangs in the kernel, and this process ends when the kernel lets the trial go"
-            cost = "whatever needs it hangs as well; what comes after it was not tried"
-            found.append(Finding(check.subject, check.name, Outcome.BROKEN, what, cost, _SEE_LOG))
+            cost = "whatever needs it hangs as well"
+            if waiting[1:]:
+                cost += f"; not tried after it: {', '.join(waiting[1:])}"
+            found.append(Finding(self._subject, waiting[0], Outcome.BROKEN, what, cost, _SEE_LOG))
         return found
 
 
 @contextmanager
-def _silence(deadline_s: float) -> Iterator[None]:
-    """Discard output and logs of this process: the findings say it. The place of a crash or a hang is printed."""
-    level, kept = logging.root.manager.disable, [os.dup(stream) for stream in (1, 2)]
-    is_enabled = faulthandler.is_enabled()
+def _silence() -> Iterator[None]:
+    """Discard the logs and Python's warnings of the checks: the findings say it."""
+    level = logging.root.manager.disable
+    logging.disable()
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            logging.disable()
-            for stream in (1, 2):
-                os.dup2(nowhere.fileno(), stream)
-            if not is_enabled:
-                faulthandler.enable(kept[1])
-            faulthandler.dump_traceback_later(deadline_s + _GRACE_S, exit=True, file=kept[1])
+        with redirect_stderr(io.StringIO()):
             yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
-        if not is_enabled:
-            faulthandler.disable()
-        for stream, descriptor in zip((1, 2), kept, strict=True):
-            os.dup2(descriptor, stream)
-            os.close(descriptor)
         logging.disable(level)
 
 
@@ -174,13 +150,6 @@ class DoctorReport:
 
     findings: tuple[Finding, ...]  # the worst first
     machine: MachineDescription
-
-    @classmethod
-    def of(cls, findings: Sequence[Finding], machine: MachineDescription) -> DoctorReport:
-        """Return the report of ``findings`` in any order; within an outcome the machine's come first."""
-        worst_first = list(Outcome)
-        in_order = sorted(findings, key=lambda one: (worst_first.index(one.outcome), one.subject != MACHINE))
-        return cls(tuple(in_order), machine)
 
     @property
     def status(self) -> int:
