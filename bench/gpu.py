@@ -43,7 +43,7 @@ from tiered.zero.compute_device import describe_device, named_device
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_BENCH = replace(
-    QUICK, blocks=(1 * MiB,), mixed_blocks=(), rounds=1, round_s=0.02, warm_up_s=0.01,
+    QUICK, blocks=(1 * MiB,), rounds=1, round_s=0.02, warm_up_s=0.01,
     round_nbytes=8 * MiB, file_nbytes=32 * MiB, most_in_flight_nbytes=16 * MiB, tensor_nbytes=(4 * MiB,),
     tensors_nbytes=64 * MiB, tensor_rounds=1, dram_nbytes=32 * MiB, copy_nbytes=4 * MiB, copies_nbytes=16 * MiB,
     copy_memory_nbytes=16 * MiB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tiered.tools.train.summary import Bandwidth
+from tiered.tools.bench.report import Bandwidth
 from tiered.tools.train.task import Shape
 from tiered.units import MiB, format_bytes, format_count
 

@@ -83,11 +83,11 @@ def engines(args: argparse.Namespace) -> list[Figures]:
                 for op in ("read", "write"):
                     pattern = Pattern(op, block, args.depth, args.file, args.seconds)
                     pairs = measure_pairs(scratch, pattern, rounds=args.rounds, fio=fio)
-                    found = row_of(pattern, *pairs, engine=name, directory="")
+                    found = row_of(pattern, *pairs, directory="")
                     row: Figures = {
                         "engine": name, "op": op, "block_bytes": block, "depth": args.depth,
-                        "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.fio_gb_per_s, "ratio": found.ratio_to_fio,
-                        "cpu_s_per_gb": found.cpu_s_per_gb, "cpu_ratio": found.cpu_ratio_to_fio,
+                        "gb_per_s": found.gb_per_s, "fio_gb_per_s": found.reference_gb_per_s, "ratio": found.ratio,
+                        "cpu_s_per_gb": found.cpu_s_per_gb, "fio_cpu_s_per_gb": found.reference_cpu_s_per_gb,
                     }  # fmt: skip
                     rows.append(show(row))
     return rows

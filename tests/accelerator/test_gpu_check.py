@@ -24,7 +24,7 @@ from bench.gpu_runs import waits_by_profiler
 from bench.gpu_sizes import BUDGETS, DISK, IN_MEMORY, STATE, Machine, sizes_for
 from bench.gpu_waits import counted
 from tests.rigs.warm_python import WarmPython
-from tiered.tools.train.summary import Bandwidth
+from tiered.tools.bench.report import Bandwidth
 from tiered.units import GiB
 
 ROOT = Path(__file__).parents[2]

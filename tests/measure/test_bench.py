@@ -18,7 +18,7 @@ from tests.rigs.warm_python import WarmPython
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.errors import UsageError
 from tiered.tools.bench.command import BenchRequest, _finish, _terminated, bench, confirm_writes
-from tiered.tools.bench.report import BenchReport, Best, DirectoryReport, SwapRates
+from tiered.tools.bench.report import Bandwidth, BenchReport, Best, DirectoryReport
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
 from tiered.tools.cli import main
@@ -28,7 +28,6 @@ from tiered.units import GiB, KiB, MiB, format_bytes
 TINY = BenchSettings(
     blocks=(128 * KiB,),
     depths=(2,),
-    mixed_blocks=(128 * KiB,),
     rounds=2,
     round_s=0.05,
     warm_up_s=0.01,
@@ -40,7 +39,7 @@ TINY = BenchSettings(
     sustained_s=0.06,
     window_s=0.01,
 )
-FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0, mixed_blocks=())
+FEW = replace(TINY, rounds=1, tensor_nbytes=(), sustained_s=0.0)
 
 
 def written_nbytes() -> int:
@@ -64,28 +63,26 @@ class TestReport:
 
         assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
         found = json.loads(json_file.read_text())
-        assert (found["schema"], found["version"]) == ("tiered-bench", 4)
+        assert (found["schema"], found["version"]) == ("tiered-bench", 5)
         rows = found["results"]
-        assert [row["op"] for row in rows] == ["read", "write", "mixed"]
+        assert [row["op"] for row in rows] == ["read", "write", "put", "get", "lease"]
         for row in rows:
-            assert {"op", "block_bytes", "depth", "gb_per_s", "ratio_to_fio"} <= row.keys()
-            assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
             assert row["gb_per_s_min"] <= row["gb_per_s"] <= row["gb_per_s_max"]
-            assert (row["ratio_to_fio"] is not None) == (shutil.which("fio") is not None)
+        for row in rows[:2]:
+            assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
+            assert row["reference"] == "fio" and (row["ratio"] is not None) == (shutil.which("fio") is not None)
             assert row["latency"]["p50_s"] <= row["latency"]["p99_s"] <= row["latency"]["max_s"]
-        assert [row["op"] for row in found["tensors"]] == ["put", "get", "lease"]
-        assert {sample["op"] for sample in found["sustained"][str(directory)]} == {"read", "write"}
+        (one,) = found["directories"]
+        assert one["directory"] == str(directory)
+        assert {sample["op"] for sample in one["sustained"]} == {"read", "write"}
         assert found["machine"]["kernel"]
 
         profile = load_profile(directory)
         assert profile is not None
-        best = found["best"][str(directory)]
+        best, swap = one["best"], one["swap"]
         assert (profile.block_nbytes, profile.read_depth) == (best["block_bytes"], best["read_depth"]) == (128 * KiB, 2)
-        swap = found["swap"][str(directory)]
-        assert profile.read_bytes_per_s == pytest.approx(swap["read_gb_per_s"] * 1e9)
-        assert (profile.write_bytes_per_s, profile.duplex) == (swap["write_gb_per_s"] * 1e9, swap["duplex"])
-        assert swap["memory_bytes"] >= TINY.memory_nbytes
-        assert profile.engine == found["engines"][str(directory)]
+        assert (profile.read_bytes_per_s, profile.write_bytes_per_s, profile.duplex) == tuple(swap.values())
+        assert profile.engine == one["engine"]
 
         assert last_paragraph(capsys.readouterr().out) == found["verdict"]
 
@@ -100,7 +97,7 @@ class TestReport:
         said = capsys.readouterr().out
         assert "does not work: fio did not report: out of order" in " ".join(said.split())
         assert last_paragraph(said).endswith("fio did not work, so there is no reference")
-        assert {row["ratio_to_fio"] for row in json.loads(json_file.read_text())["results"]} == {None}
+        assert {row["ratio"] for row in json.loads(json_file.read_text())["results"]} == {None}
 
     def test_directories_are_measured_alone_and_then_together(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -113,19 +110,17 @@ class TestReport:
         json_file = tmp_path / "bench.json"
         assert bench(BenchRequest(directories, engine="threads", yes=True, json_file=json_file), FEW) == 0
         found = json.loads(json_file.read_text())
-        rows = found["results"]
         names = [str(directory) for directory in directories]
-        assert [row["directory"] for row in rows] == [names[0]] * 2 + [names[1]] * 2
-        together = found["tensors"]
+        alone, together = found["results"][:4], found["results"][4:]
+        assert [row["directory"] for row in alone] == [names[0]] * 2 + [names[1]] * 2
         assert [(row["op"], row["directory"]) for row in together] == [
             (op, "+".join(names)) for op in ("put", "get", "lease")
         ]
-        assert {row["tensor_bytes"] * row["num_tensors"] for row in together} == {FEW.tensors_nbytes}
-        alone = found["swap"][names[0]]["write_gb_per_s"]
-        assert found["ratios_to_sum"]["put"] == pytest.approx(together[0]["gb_per_s"] / alone)
+        drive = found["directories"][0]["swap"]["write_bytes_per_s"]
+        assert together[0]["reference_gb_per_s"] == pytest.approx(drive / 1e9)
         assert f"read {together[1]['gb_per_s']:.1f} GB/s" in found["verdict"] and "this drive" in found["verdict"]
         assert f"{names[0]}, {names[1]} lie on one drive" in " ".join(capsys.readouterr().out.split())
-        assert {row["ratio_to_fio"] for row in rows} == {None}
+        assert {row["ratio"] for row in alone} == {None}
         for directory in directories:
             assert [file.name for file in directory.iterdir()] == [PROFILE_NAME]
 
@@ -134,10 +129,9 @@ class TestTheEnd:
     """What is made of minutes of measuring, whatever else fails."""
 
     def report(self, directory: Path) -> BenchReport:
-        best = Best(4 * MiB, 8, 8, 3.5, 6.0, None, None, None)
-        swap = SwapRates(256 * MiB, read_gb_per_s=3.0, write_gb_per_s=5.0, duplex=0.1)
+        best, swap = Best(4 * MiB, 8, 8, 3.5, 6.0, None, None), Bandwidth(3e9, 5e9, 0.1)
         one = DirectoryReport(str(directory), engine="threads", engine_reason="it was asked for", best=best, swap=swap)
-        return BenchReport(machine_description(), FEW, [one])
+        return BenchReport(machine_description(), FEW, directories=[one])
 
     def test_a_file_that_cannot_be_written_after_all_is_named_and_takes_nothing_with_it(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -243,16 +237,15 @@ def test_what_ends_the_process_puts_everything_back_first_unless_it_is_ignored(n
 class TestSettings:
     @pytest.mark.parametrize("num_directories", [1, 4])
     def test_quick_has_the_pairs_that_matter_in_a_minute_and_30_gib(self, num_directories: int) -> None:
-        paired = {(point.op, point.block_nbytes) for point in QUICK.points if point.op in QUICK.fio_ops}
-        assert paired >= {(op, size * MiB) for op in ("read", "write") for size in (1, 4, 8)}
+        points = {(point.op, point.block_nbytes) for point in QUICK.points}
+        assert points >= {(op, size * MiB) for op in ("read", "write") for size in (1, 4, 8)}
         assert QUICK.rounds >= 5 and QUICK.sustained_s == 0
-        assert QUICK.estimate_s(has_fio=True) < 55
+        assert QUICK.estimate_s() < 55
         for settings in (QUICK, QUICK.fitted(GiB)):
-            assert settings.write_nbytes(has_fio=True, num_directories=num_directories) <= 30 * GiB
+            assert settings.write_nbytes(num_directories=num_directories, has_device=True) <= 30 * GiB
 
     def test_the_full_grid(self) -> None:
         points = FULL.points
-        assert {point.op for point in points} == {"read", "write", "mixed"}
         assert {point.block_nbytes for point in points} >= {128 * KiB << shift for shift in range(8)}
         assert max(point.block_nbytes * point.depth for point in points) == 128 * MiB
         assert FULL.memory_nbytes == 256 * MiB  # more than a processor's cache
@@ -267,7 +260,7 @@ class TestSettings:
         for directory in directories:
             directory.mkdir()
         settings = replace(TINY, sustained_s=0.0)
-        most = settings.write_nbytes(has_fio=False, num_directories=2)
+        most = settings.write_nbytes(num_directories=2)
         before = written_nbytes()
         assert bench(BenchRequest(directories, yes=True), settings) == 0
         written = written_nbytes() - before
@@ -276,21 +269,11 @@ class TestSettings:
         said = capsys.readouterr().out.splitlines()[0]
         assert said == f"this writes at most {format_bytes(most)} to each of the directories"
 
-    def test_what_will_be_written(self) -> None:
-        settings = replace(TINY, mixed_blocks=(), tensor_nbytes=(), sustained_s=0.0, warm_up_s=0.0)
-        rest = int(1.5 * 2 * 4 * MiB)  # through more memory
-        rest += 8 * MiB  # the file's last block, and small things
-        assert settings.write_nbytes(has_fio=False) == (8 + 3 * 4) * MiB + rest
-        assert settings.write_nbytes(has_fio=True) == (8 + 5 * 4) * MiB + 128 * KiB + rest
-        tiers = settings.write_nbytes(has_fio=False, has_device=True) - settings.write_nbytes(has_fio=False)
-        assert tiers == 4 * (MiB + 2 * 2 * KiB + 4 * MiB)  # both directions' tensors, a warm-up and a round; commits
-
     def test_tensors_that_pass_three_tiers_exceed_their_dram(self) -> None:
         for settings in (FULL, QUICK):
             assert settings.tier_dram_nbytes <= settings.tensors_nbytes // 2
             assert settings.tier_tensor_nbytes == 16 * MiB <= settings.tier_dram_nbytes // 16
-        assert QUICK.estimate_s(has_fio=True, has_device=True) < 55
-        assert QUICK.write_nbytes(has_fio=True, has_device=True) <= 30 * GiB
+        assert QUICK.estimate_s(has_device=True) < 55
 
     def test_files_fit_and_tensors_that_find_no_room_twice_are_left_out(self) -> None:
         assert FULL.fitted(1000 * GiB) == FULL

@@ -48,8 +48,8 @@ class TestRuns:
         ours, theirs = measure_pairs(scratch, pattern(op), rounds=1, fio=fio, warm_up_s=0.01)
         assert len(ours) == 1
         assert len(theirs) == (1 if has_fio else 0)
-        row = row_of(pattern(op), ours, theirs, engine="threads", directory="")
-        assert (row.ratio_to_fio is not None) == (row.fio_gb_per_s is not None) == has_fio
+        row = row_of(pattern(op), ours, theirs, directory="")
+        assert (row.ratio is not None) == (row.reference_gb_per_s is not None) == has_fio
         if op != "mixed":  # which ends when either direction has moved its half
             assert {one.nbytes for one in (*ours, *theirs)} == {FILE}
         for one in theirs:

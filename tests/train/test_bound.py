@@ -11,7 +11,8 @@ import pytest
 
 import tiered
 from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
-from tiered.tools.train.summary import Bandwidth, Bound, profiled_bandwidth, profiled_link
+from tiered.tools.bench.report import Bandwidth
+from tiered.tools.train.summary import Bound, profiled_bandwidth, profiled_link
 
 PROFILE = Profile(
     engine="threads", read_bytes_per_s=3e9, write_bytes_per_s=2e9, block_nbytes=4 << 20, read_depth=8,
@@ -90,7 +91,7 @@ def test_the_bandwidth_is_the_profiles(tmp_path: Path) -> None:
     write_profile(tmp_path, PROFILE)
     (tmp_path / "other").mkdir()
     for directories in ([tmp_path], [tmp_path / "run", tmp_path / "other"]):
-        assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1, "measured by tiered bench")
+        assert profiled_bandwidth(directories) == Bandwidth(3e9, 2e9, 0.1)
     num_before = threading.active_count()
     with tiered.Store(tmp_path / "run", dram="8MiB") as store:  # the profile of the directory above
         assert [device.engine for device in store.working_set.space.devices] == ["threads"]
@@ -109,7 +110,7 @@ def test_the_bandwidth_of_directories_is_that_of_each_drive_once(
     for directory in disks:
         directory.mkdir()
         write_profile(directory, PROFILE)
-    assert profiled_bandwidth(list(disks)) == Bandwidth(6e9, 4e9, 0.1, "measured by tiered bench")
+    assert profiled_bandwidth(list(disks)) == Bandwidth(6e9, 4e9, 0.1)
 
 
 def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path) -> None:
@@ -121,5 +122,5 @@ def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path)
         measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
     )  # fmt: skip
     write_link_profile(tmp_path / "a", profile)
-    assert profiled_link(directories, "cuda") == Bandwidth(25e9, 20e9, 0.8, "measured by tiered bench --device")
+    assert profiled_link(directories, "cuda") == Bandwidth(25e9, 20e9, 0.8)
     assert profiled_link(directories, "xpu") is None

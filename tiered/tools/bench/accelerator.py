@@ -7,6 +7,7 @@ known at once; all three tiers come after them, for their bound needs the rates 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,29 +21,15 @@ from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 from tiered.tiers.schedule import Rooms, SharedSchedule
-from tiered.tools.bench.report import (
-    ComputeDeviceReport,
-    CopyRow,
-    LinkRates,
-    SwapRates,
-    TierRow,
-    median_ratio,
-    move_seconds,
-    row_title,
-    spread,
-)
+from tiered.tools.bench.report import TITLE, Bandwidth, BenchRow, ComputeDeviceReport, duplex_of
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TIER_WARM_UPS
 from tiered.tools.bench.suite import new_source, put_tensors
 from tiered.zero.compute_device import named_device
 
 __all__ = [
-    "BOUND_TITLE", "COPY_OPS", "COPY_TITLE", "accelerator_of", "bound_gb_per_s", "measure_link", "measure_swap",
-    "measure_three_tiers",
+    "COPY_OPS", "accelerator_of", "bound_gb_per_s", "link_of", "measure_link", "measure_swap", "measure_three_tiers",
 ]  # fmt: skip
-
-COPY_TITLE = row_title("block", "torch")
-BOUND_TITLE = row_title("tensor", "bound")
 
 COPY_OPS = ("copy in", "copy out", "in + out")
 """To the device, from it, and both at once."""
@@ -84,11 +71,13 @@ def measure_link(session: Session, device: torch.device, directory: str) -> None
             with closing(_DevicePath(store, device, settings.copy_nbytes, *keys)) as path:
                 why_pageable = store.working_set.arena.why_pageable
                 rows = _measure_copies(session, device, path, _TorchPath(device, settings.copy_nbytes, num_blocks))
-    found = ComputeDeviceReport(str(device), device.type, why_pageable, rows, LinkRates.of(*rows))
+    ratio = statistics.median(row.ratio for row in rows if row.ratio is not None)
+    found = ComputeDeviceReport(str(device), device.type, why_pageable, link_of(*rows), ratio)
     session.report.compute_device = found
     locked = "page-locked DRAM" if why_pageable is None else f"pageable DRAM: {why_pageable}"
-    session.line(f"\n{device} through {locked}, beside torch's copies of its own tensors", COPY_TITLE, *rows)
-    session.line(found.link)
+    session.line(f"\n{device} through {locked}, beside torch's copies of its own tensors", TITLE)
+    session.add(*rows)
+    session.line(f"copies: {found.link}")
 
 
 def measure_swap(session: Session, device: torch.device) -> None:
@@ -97,9 +86,7 @@ def measure_swap(session: Session, device: torch.device) -> None:
     assert report.compute_device is not None
     session.now(f"all three tiers at once, {device} at the top", 0.99)
     with _current(device), session.folders() as folders:
-        row = measure_three_tiers(session, folders, device, report.compute_device.link, report.swapping)
-    report.compute_device.swap = row
-    session.line("\nall three tiers at once, as a step does; bound: min(PCIe, NVMe)", BOUND_TITLE, row)
+        measure_three_tiers(session, folders, device, report.compute_device, report.drives)
 
 
 @contextmanager
@@ -187,7 +174,13 @@ class _TorchPath:
         """A round has ended, and nothing else is kept."""
 
 
-def _measure_copies(session: Session, device: torch.device, ours: _DevicePath, torchs: _TorchPath) -> list[CopyRow]:
+def link_of(copied_in: BenchRow, copied_out: BenchRow, both: BenchRow) -> Bandwidth:
+    """Return the rates of copies each way alone, and how far both, of as many bytes each way, run beside each other."""
+    read, write, half = copied_in.gb_per_s, copied_out.gb_per_s, both.gb_per_s / 2
+    return Bandwidth(1e9 * read, 1e9 * write, duplex_of(half, half, read, write))
+
+
+def _measure_copies(session: Session, device: torch.device, ours: _DevicePath, torchs: _TorchPath) -> list[BenchRow]:
     """Return a row for each of COPY_OPS, of rounds after a warm-up."""
     settings, paths = session.settings, (ours, torchs)
     num_copies = max(1, settings.copies_nbytes // settings.copy_nbytes)
@@ -200,15 +193,7 @@ def _measure_copies(session: Session, device: torch.device, ours: _DevicePath, t
                 if turn >= 0:
                     num_ways = 2 if op == "in + out" else 1
                     found[op][number].append(num_ways * num_copies * settings.copy_nbytes / seconds / 1e9)
-    nbytes = num_copies * settings.copy_nbytes
-    return [
-        CopyRow(
-            op=op, block_bytes=settings.copy_nbytes, in_bytes=nbytes * (op != "copy out"),
-            out_bytes=nbytes * (op != "copy in"), **spread(ours), torch_gb_per_s=tuple(torchs),
-            ratio_to_torch=median_ratio(ours, torchs),
-        )
-        for op, (ours, torchs) in found.items()
-    ]  # fmt: skip
+    return [BenchRow.of(op, settings.copy_nbytes, "", ours, "torch", torchs) for op, (ours, torchs) in found.items()]
 
 
 def _copy_seconds(path: _DevicePath | _TorchPath, device: torch.device, op: str, num_copies: int) -> float:
@@ -228,33 +213,29 @@ def _copy_seconds(path: _DevicePath | _TorchPath, device: torch.device, op: str,
 
 
 def bound_gb_per_s(
-    copied: tuple[int, int], swapped: tuple[int, int], link: LinkRates, drives: Sequence[SwapRates]
+    copied: tuple[int, int], swapped: tuple[int, int], link: Bandwidth, drives: Sequence[Bandwidth]
 ) -> float:
     """Return min(PCIe, NVMe): the rate that the same bytes would have at the slower of both borders alone.
 
-    Bytes B = in + out, those ``copied``. PCIe = B / t(in, out) with the rates of ``link``, NVMe = B / t(read, written)
-    of the bytes ``swapped`` with those of ``drives`` together, and t(a, b) = max(a / rate_a, b / rate_b) +
-    (1 - duplex) * min(a / rate_a, b / rate_b).
+    PCIe is the bytes ``copied``, in and out, over their least time by ``link``; NVMe is the same bytes over the least
+    time of those ``swapped``, read and written, by ``drives`` together.
     """
-    pcie_s = move_seconds(*copied, link.in_gb_per_s, link.out_gb_per_s, duplex=link.duplex)
-    nvme_s = move_seconds(
-        *swapped,
-        sum(one.read_gb_per_s for one in drives),
-        sum(one.write_gb_per_s for one in drives),
-        duplex=min(one.duplex for one in drives),
-    )
-    return sum(copied) / max(pcie_s, nvme_s) / 1e9
+    return sum(copied) / max(link.seconds(*copied), Bandwidth.of_drives(drives).seconds(*swapped)) / 1e9
 
 
 def measure_three_tiers(
-    session: Session, folders: Sequence[Path], device: torch.device, link: LinkRates, drives: Sequence[SwapRates]
-) -> TierRow:
+    session: Session,
+    folders: Sequence[Path],
+    device: torch.device,
+    report: ComputeDeviceReport,
+    drives: Sequence[Bandwidth],
+) -> None:
     """Have as many tensors pass all tiers each way in a round, in rounds after a warm-up; blocks.
 
     Each tensor read is one that was swapped out, unless DRAM kept it; the schedule of a training step reads ahead and
-    chooses what makes way. A round ends with a commit, beside which the first reads of the next begin. The bound is by
-    ``link`` and ``drives``. The caller removes the store in ``folders``. Raises TieredError, torch.OutOfMemoryError and
-    the errors of the session's check.
+    chooses what makes way. A round ends with a commit, beside which the first reads of the next begin. The result is
+    added to ``report``, whose link and ``drives`` tell the bound. The caller removes the store in ``folders``. Raises
+    TieredError, torch.OutOfMemoryError and the errors of the session's check.
     """
     settings, nbytes, seconds = session.settings, session.settings.tier_tensor_nbytes, list[float]()
     num_tensors = max(1, settings.tensors_nbytes // nbytes)
@@ -281,14 +262,13 @@ def measure_three_tiers(
                 if turn >= 0:
                     seconds.append(time.perf_counter() - start)
             moved = [after - first for after, first in zip(_moved(store, path), before, strict=True)]
-    rates = spread([2 * num_tensors * nbytes / one / 1e9 for one in seconds])
     copied_in, copied_out, read, written = moved
-    bound = bound_gb_per_s((copied_in, copied_out), (read, written), link, drives)
-    return TierRow(
-        directory=session.report.joined, tensor_bytes=nbytes, num_tensors=num_tensors,
-        dram_bytes=settings.tier_dram_nbytes, **rates, in_bytes=copied_in, out_bytes=copied_out, read_bytes=read,
-        write_bytes=written, bound_gb_per_s=bound, ratio_to_bound=rates["gb_per_s"] / bound,
-    )  # fmt: skip
+    report.swap_bytes = {"in": copied_in, "out": copied_out, "read": read, "written": written}
+    bound = bound_gb_per_s((copied_in, copied_out), (read, written), report.link, drives)
+    rates = [2 * num_tensors * nbytes / one / 1e9 for one in seconds]
+    report.swap = BenchRow.of("3 tiers", nbytes, session.report.joined, rates, "bound", [bound] * len(rates))
+    session.line("\nall three tiers at once, as a step does; bound: min(PCIe, NVMe)", TITLE)
+    session.add(report.swap)
 
 
 def _moved(store: tiered.Store, path: _DevicePath) -> tuple[int, int, int, int]:

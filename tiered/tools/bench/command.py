@@ -69,15 +69,14 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     """
     settings = settings or replace(QUICK if request.quick else FULL, sustained_s=request.sustained_s)
     machine = machine_description(request.directories)
-    has_fio = shutil.which("fio") is not None
     settings = settings.fitted(min((one.free_nbytes or 0 for one in machine.directories), default=0))
     has_device = request.device is not None
-    nbytes = settings.write_nbytes(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
+    nbytes = settings.write_nbytes(num_directories=len(machine.directories), has_device=has_device)
     each = "each of the directories" if len(machine.directories) > 1 else machine.directories[0].path
     say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
     paths = [one.path for one in machine.directories]
     say(*machine.lines(), *([f"drives    {check_drives(paths).found}"] if paths[1:] else []), indent=10)
-    seconds = settings.estimate_s(has_fio=has_fio, num_directories=len(machine.directories), has_device=has_device)
+    seconds = settings.estimate_s(num_directories=len(machine.directories), has_device=has_device)
     time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     say(f"about {time}; Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
@@ -136,8 +135,8 @@ def confirm_writes(directories: Sequence[DirectoryDescription], nbytes: int, fil
 
 def _finish(report: BenchReport, request: BenchRequest) -> None:
     bests = [one.best for one in report.directories if one.best is not None]
-    has_fio = shutil.which("fio") is not None
-    report.verdict = verdict_of(bests, report.together, swapping=report.swapping, has_fio=has_fio)
+    together = [row for row in report.results if report.directories[1:] and row.directory == report.joined]
+    report.verdict = verdict_of(bests, report.drives, together, has_fio=shutil.which("fio") is not None)
     if report.compute_device is not None:
         report.verdict += f"; {compute_verdict_of(report.compute_device)}"
     with ExitStack() as steps:  # the last one first, and each even if others fail: minutes of measuring are in them

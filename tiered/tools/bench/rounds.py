@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -37,8 +36,8 @@ from tiered.errors import CapacityError, DeviceError, TieredError
 from tiered.units import MiB, format_bytes, round_up
 
 __all__ = [
-    "OPS", "Direction", "Fio", "FioError", "FioRound", "Latency", "Moved", "Pattern", "Round", "ScratchFile", "forget",
-    "open_file_path", "run_round",
+    "OPS", "Direction", "Fio", "FioError", "Latency", "Pattern", "Round", "ScratchFile", "forget", "open_file_path",
+    "run_round",
 ]  # fmt: skip
 
 OPS = ("read", "write", "mixed")
@@ -47,7 +46,6 @@ _MAX_LATENCIES = 1 << 18  # of one direction; a longer round keeps the last ones
 _WRITE_BLOCK_NBYTES = 4 * MiB
 _MOST_THREADS = 64
 _FIO_ENGINES = ("io_uring", "libaio")  # the first that works here; no other keeps a depth
-_START_NOISE_S = 0.01  # CPU; measured: within 5 ms
 # fio's buffers come from malloc: in huge pages (glibc 2.35), and written to before they are used, as ours are, or the
 # kernel would look for those pages while it is timed.
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.perturb=85"}
@@ -76,7 +74,6 @@ class Pattern:
     A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
     "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step
     that are swapped in are not those just swapped out. It ends when either direction has moved its half.
-    Raises ValueError for blocks, a depth or a file that make no pattern.
     """
 
     op: str
@@ -85,16 +82,6 @@ class Pattern:
     file_nbytes: int
     seconds: float
     max_nbytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise ValueError(f"op must be one of {', '.join(OPS)}; got {self.op!r}")
-        if self.block_nbytes < 1 or self.depth < 1 or not self.seconds > 0:
-            raise ValueError(f"block, depth and seconds must be positive: {self!r}")
-        if self.op == "mixed" and self.depth < 2:
-            raise ValueError(f"mixed needs a depth of 2 or more, a read and a write; got {self.depth}")
-        if self.file_nbytes < self.block_nbytes * (2 if self.op == "mixed" else 1):
-            raise ValueError(f"a file of {format_bytes(self.file_nbytes)} is too small: {self!r}")
 
     @property
     def max_blocks(self) -> int | None:
@@ -129,13 +116,17 @@ class Latency:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """The bytes moved in a time, and the CPU time of all threads of the process, user and system."""
+class Round:
+    """The figures of one round of ours or of fio's: bytes, wall time, CPU time of all threads, and latencies.
+
+    ``seconds`` runs from the first submission to the last completion.
+    """
 
     read_nbytes: int
     write_nbytes: int
     seconds: float
     cpu_s: float
+    latency: Latency
 
     @property
     def nbytes(self) -> int:
@@ -151,19 +142,6 @@ class Moved:
     def cpu_s_per_gb(self) -> float:
         """CPU-seconds per 10^9 bytes."""
         return self.cpu_s / (self.nbytes / 1e9)
-
-
-@dataclass(frozen=True, slots=True)
-class Round(Moved):
-    """The figures of one round; ``seconds`` runs from the first submission to the last completion."""
-
-    read_latencies_s: npt.NDArray[np.float64]  # shape (num_reads,), of the last quarter million
-    write_latencies_s: npt.NDArray[np.float64]
-
-    @property
-    def latencies_s(self) -> npt.NDArray[np.float64]:
-        """Those of both directions, reads first."""
-        return np.concatenate((self.read_latencies_s, self.write_latencies_s))
 
 
 def run_round(
@@ -194,12 +172,11 @@ def run_round(
     cpu_s = time.process_time() - cpu_s
     if loop.errors:
         raise loop.errors[0]
-    nbytes, latencies = [0, 0], [np.empty(0), np.empty(0)]
+    nbytes = [0, 0]
     for slot in loop.slots:
         nbytes[slot.direction.is_write] += slot.num_done * pattern.block_nbytes
-    for direction, seconds in loop.latencies.items():
-        latencies[direction.is_write] = np.array(seconds)
-    return Round(nbytes[False], nbytes[True], loop.end - start, cpu_s, latencies[False], latencies[True])
+    latency = Latency.of(np.concatenate([np.array(seconds) for seconds in loop.latencies.values()]))
+    return Round(nbytes[False], nbytes[True], loop.end - start, cpu_s, latency)
 
 
 class _Loop:
@@ -311,62 +288,24 @@ class FioError(DeviceError):
     """fio is there and failed; its measurement is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class FioRound(Moved):
-    """The figures of one run of fio."""
-
-    latency: Latency
-
-
 class Fio:
-    """A way to call fio: its path, the engine that works here, and the CPU cost of a start for the present pattern."""
+    """A way to call fio: its path, and the engine that works here."""
 
     def __init__(self, program: str, engine: str) -> None:
         self.engine = engine
         self._program = program
-        self._start_cpu_s = float("inf")
 
-    def calibrate(self, pattern: Pattern, file: str) -> None:
-        """Measure the CPU cost of fio's start for the ``pattern`` that is run next; blocks. Raises FioError."""
-        self._start_cpu_s, _ = self._run(pattern, file, ["--number_ios=1"], wait_s=_START_S)
-
-    def run(self, pattern: Pattern, file: str) -> FioRound:
+    def run(self, pattern: Pattern, file: str) -> Round:
         """Run ``pattern`` on ``file`` and return fio's figures; blocks.
 
-        Raises FioError when fio fails. Interrupted, it ends fio.
+        Raises FioError when fio fails. Interrupted, it ends fio. The CPU time is as fio counts that of its jobs.
         """
         limits = [f"--runtime={max(1, round(pattern.seconds * 1000))}ms"]
         if pattern.max_blocks is None:
             limits.append("--time_based")
         else:
             limits.append(f"--io_size={pattern.max_blocks * pattern.block_nbytes}")
-        cpu_s, report = self._run(pattern, file, limits, wait_s=pattern.seconds + _START_S)
-        # The jobs' own count leaves out io_uring's kernel workers, the process's has a start of uncertain length.
-        return _parse(report, cpu_s - self._start_cpu_s - _START_NOISE_S)
-
-    def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
-        """Return the command line: one job per direction, each over the same blocks as ours."""
-        command = [
-            self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
-            "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
-            "--clat_percentiles=0", "--lat_percentiles=1", "--percentile_list=50:99:99.9",
-        ]  # fmt: skip
-        if pattern.op == "mixed":
-            command.append("--exitall")
-        for index, direction in enumerate(pattern.directions):
-            verb = "write" if direction.is_write else "read"
-            command += [
-                f"--name={verb}-{index}", f"--filename={file}", f"--rw={verb}", f"--iodepth={direction.depth}",
-                f"--offset={direction.first_block * pattern.block_nbytes}",
-                f"--size={direction.num_blocks * pattern.block_nbytes}", *limits,
-            ]  # fmt: skip
-        return command
-
-    def _run(
-        self, pattern: Pattern, file: str, limits: Sequence[str], *, wait_s: float
-    ) -> tuple[float, Mapping[str, Any]]:
-        """Return the CPU-seconds of the process, children that it waited for included, and its report."""
-        before_s = _children_cpu_s()
+        wait_s = pattern.seconds + _START_S
         try:
             ended = subprocess.run(
                 self.command(pattern, file, limits),
@@ -387,7 +326,25 @@ class Fio:
         failed = next((job for job in report["jobs"] if job["error"]), None)
         if failed:
             raise FioError(f"fio failed with error {failed['error']}: {complaint}")
-        return _children_cpu_s() - before_s, report
+        return _parse(report)
+
+    def command(self, pattern: Pattern, file: str, limits: Sequence[str]) -> list[str]:
+        """Return the command line: one job per direction, each over the same blocks as ours."""
+        command = [
+            self._program, "--output-format=json", f"--ioengine={self.engine}", "--direct=1", "--overwrite=1",
+            "--allow_file_create=0", "--randrepeat=0", "--scramble_buffers=0", f"--bs={pattern.block_nbytes}",
+            "--clat_percentiles=0", "--lat_percentiles=1", "--percentile_list=50:99:99.9",
+        ]  # fmt: skip
+        if pattern.op == "mixed":
+            command.append("--exitall")
+        for index, direction in enumerate(pattern.directions):
+            verb = "write" if direction.is_write else "read"
+            command += [
+                f"--name={verb}-{index}", f"--filename={file}", f"--rw={verb}", f"--iodepth={direction.depth}",
+                f"--offset={direction.first_block * pattern.block_nbytes}",
+                f"--size={direction.num_blocks * pattern.block_nbytes}", *limits,
+            ]  # fmt: skip
+        return command
 
 
 class ScratchFile(AbstractContextManager["ScratchFile"]):
@@ -485,7 +442,7 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
         for engine in _FIO_ENGINES:
             fio = Fio(program, engine)
             try:
-                fio.calibrate(Pattern("read", self.device.alignment, 1, self.device.alignment, 0.01), self.path)
+                fio.run(Pattern("read", self.device.alignment, 1, self.device.alignment, 0.01), self.path)
                 return fio
             except FioError as error:
                 reasons.append(error)
@@ -517,23 +474,17 @@ def open_file_path(device: FileDevice) -> str:
     return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
 
 
-def _children_cpu_s() -> float:
-    """Return the CPU-seconds of all processes that this one has waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
-def _parse(report: Mapping[str, Any], least_cpu_s: float) -> FioRound:
+def _parse(report: Mapping[str, Any]) -> Round:
     jobs_cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in report["jobs"])
     sides = [job[verb] for job in report["jobs"] for verb in ("read", "write") if job[verb]["io_bytes"]]
     if not sides:
         raise FioError("fio moved no byte; check the drive")
     slowest = max(sides, key=lambda side: float(side["lat_ns"]["percentile"]["99.000000"]))["lat_ns"]
     p50, p99, p999 = (float(slowest["percentile"][key]) / 1e9 for key in ("50.000000", "99.000000", "99.900000"))
-    return FioRound(
+    return Round(
         read_nbytes=sum(job["read"]["io_bytes"] for job in report["jobs"]),
         write_nbytes=sum(job["write"]["io_bytes"] for job in report["jobs"]),
         seconds=max(side["runtime"] for side in sides) / 1000,  # fio counts whole milliseconds
-        cpu_s=max(jobs_cpu_s, least_cpu_s),
+        cpu_s=jobs_cpu_s,
         latency=Latency(p50, p99, p999, float(slowest["max"]) / 1e9),
     )

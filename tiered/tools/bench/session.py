@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tiered.bytes.device.profile import write_profile
-from tiered.tools.bench.report import BenchReport
+from tiered.tools.bench.report import BenchReport, BenchRow
 from tiered.tools.bench.settings import BenchSettings
 from tiered.tools.console import fold, say
 
@@ -66,6 +66,11 @@ class Session(AbstractContextManager["Session"]):
             say(text, indent=2)
         else:
             self._console.print("\n".join(fold(text, indent=2)))
+
+    def add(self, *rows: BenchRow) -> None:
+        """Add ``rows`` to the report, and print them."""
+        self.report.results += rows
+        self.line(*rows)
 
     def now(self, text: str, done: float) -> None:
         """Show ``text`` as the present measurement, with the share ``done`` of the whole bench, unless it is to end."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES
-from tiered.tools.bench.rounds import OPS, Pattern
+from tiered.tools.bench.rounds import Pattern
 from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
 __all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings"]
@@ -33,8 +33,6 @@ class BenchSettings:
 
     blocks: tuple[int, ...] = (128 * KiB, 256 * KiB, 512 * KiB, MiB, 2 * MiB, 4 * MiB, 8 * MiB, 16 * MiB)
     depths: tuple[int, ...] = (1, 4, 8, 32)
-    mixed_blocks: tuple[int, ...] = (MiB, 4 * MiB, 8 * MiB)
-    fio_ops: tuple[str, ...] = OPS
     rounds: int = 5
     round_s: float = 0.5
     warm_up_s: float = 0.1
@@ -56,10 +54,10 @@ class BenchSettings:
         """All patterns, reads first, in the order they are measured."""
         return tuple(
             self.pattern(op, block, depth)
-            for op in OPS
-            for block in (self.mixed_blocks if op == "mixed" else self.blocks)
+            for op in ("read", "write")
+            for block in self.blocks
             for depth in self.depths
-            if block * depth <= self.most_in_flight_nbytes and (op != "mixed" or depth > 1)
+            if block * depth <= self.most_in_flight_nbytes
         )
 
     @property
@@ -87,40 +85,30 @@ class BenchSettings:
         """Return the pattern of a round of ``op`` on the file."""
         return Pattern(op, block_nbytes, depth, self.file_nbytes, self.round_s, max_nbytes=self.round_nbytes)
 
-    def write_nbytes(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> int:
+    def write_nbytes(self, *, num_directories: int = 1, has_device: bool = False) -> int:
         """Return the most that will be written to each directory, fio's share and warm-ups included.
 
         ``has_device``: tensors pass three tiers, too, with a compute device. Only a time series has no bound of its
         own: it counts at 8 GB/s.
         """
-        total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES
-        for point in self.points:
-            is_paired = has_fio and point.op in self.fio_ops
-            share = {"read": 0, "write": 2, "mixed": 1}[point.op]
-            total += share * (1 + self.rounds * (1 + is_paired)) * self.round_nbytes // 2  # the first warms up
-            total += bool(share) * has_fio * point.block_nbytes  # the cost of fio's start is measured
-        total += 3 * self.rounds * self.round_nbytes // 2  # through more memory than the caches hold
-        total += len(self.tensor_nbytes) * self.tensor_rounds * self.round_nbytes  # the raw rounds beside
-        for tensor_nbytes in (*self.tensor_nbytes, *[self.together_tensor_nbytes] * (num_directories > 1)):
-            total += (self.tensor_rounds + NUM_TENSOR_WARM_UPS) * self._put_write_nbytes(tensor_nbytes)
-        if has_device:
-            num_puts = 2 + NUM_TIER_WARM_UPS + self.tensor_rounds  # the first are of the tensors of both directions
-            total += num_puts * self._put_write_nbytes(self.tier_tensor_nbytes)
+        num_rounds = (1 + 2 * self.rounds) * len(self.points) // 2  # half of the points write; the first warms up
+        num_rounds += 2 * self.rounds  # through more memory than the caches hold
+        num_rounds += len(self.tensor_nbytes) * self.tensor_rounds  # the raw rounds beside
+        puts = [*self.tensor_nbytes, *[self.together_tensor_nbytes] * (num_directories > 1)] * (
+            self.tensor_rounds + NUM_TENSOR_WARM_UPS
+        )
+        if has_device:  # the first two are of the tensors of both directions
+            puts += [self.tier_tensor_nbytes] * (2 + NUM_TIER_WARM_UPS + self.tensor_rounds)
+        total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES + num_rounds * self.round_nbytes
+        total += sum(divide_up(self.tensors_nbytes, put) * (put + _ROW_NBYTES) + _TRIAL_NBYTES for put in puts)
         return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
 
-    def _put_write_nbytes(self, tensor_nbytes: int) -> int:
-        """Return the most that one put of all tensors of a size writes, its commit included."""
-        return divide_up(self.tensors_nbytes, tensor_nbytes) * (tensor_nbytes + _ROW_NBYTES) + _TRIAL_NBYTES
-
-    def estimate_s(self, *, has_fio: bool, num_directories: int = 1, has_device: bool = False) -> float:
-        """Return about how long it takes, at some 2 GB/s of the drives and 5 GB/s of copies."""
-        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 3 * self.rounds * self.round_s
-        for point in self.points:
-            seconds += self.warm_up_s + self.rounds * self.round_s
-            if has_fio and point.op in self.fio_ops:
-                seconds += self.rounds * self.round_s + (self.rounds + 1) * _FIO_START_S
+    def estimate_s(self, *, num_directories: int = 1, has_device: bool = False) -> float:
+        """Return about how long it takes beside fio, at some 2 GB/s of the drives and 5 GB/s of copies."""
+        per_point = self.warm_up_s + self.rounds * (2 * self.round_s + _FIO_START_S)
         per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
-        seconds += len(self.tensor_nbytes) * per_size
+        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 3 * self.rounds * self.round_s
+        seconds += len(self.points) * per_point + len(self.tensor_nbytes) * per_size
         copies_s = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
         tiers_s = 2 * (1 + NUM_TIER_WARM_UPS + self.tensor_rounds) * self.tensors_nbytes / 2e9
         return num_directories * seconds + has_device * (copies_s + tiers_s)
@@ -145,8 +133,6 @@ FULL = BenchSettings()
 QUICK = BenchSettings(
     blocks=(MiB, 4 * MiB, 8 * MiB),
     depths=(8,),
-    mixed_blocks=(4 * MiB,),
-    fio_ops=("read", "write"),
     round_s=0.16,
     warm_up_s=0.05,
     round_nbytes=384 * MiB,

@@ -14,36 +14,20 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import tiered
 from tiered.tools.bench.report import (
-    POINT_TITLE,
+    TITLE,
+    Bandwidth,
+    BenchRow,
     Best,
     DirectoryReport,
-    PointRow,
     SustainedRate,
-    SwapRates,
-    TensorRow,
     best_of,
     duplex_of,
-    median_ratio,
-    row_title,
-    spread,
 )
-from tiered.tools.bench.rounds import (
-    OPS,
-    Fio,
-    FioError,
-    FioRound,
-    Latency,
-    Pattern,
-    Round,
-    ScratchFile,
-    forget,
-    run_round,
-)
+from tiered.tools.bench.rounds import OPS, Fio, FioError, Pattern, Round, ScratchFile, forget, run_round
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TENSOR_WARM_UPS, BenchSettings
 from tiered.tools.doctor.description import BlockDevice, DirectoryDescription, find_block_device
@@ -54,7 +38,6 @@ __all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tens
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
 _MOST_AHEAD = 256  # keys in one prefetch
-_TENSOR_TITLE = row_title("tensor", "raw")
 
 
 class Suite:
@@ -81,12 +64,14 @@ class Suite:
             scratch.write_file(self._session.check)
             report.engine, report.engine_reason = scratch.device.engine, scratch.engine_reason
             self._find_fio(scratch)
-            line(POINT_TITLE)
+            line(TITLE)
+            rows = []
             for number, point in enumerate(settings.points):
                 done = (number + 1) / (len(settings.points) + 2)
                 self._now(f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", done)
-                report.rows.append(self._measure_point(scratch, point))
-            best = report.best = best_of(report.rows)
+                rows.append(self._measure_point(scratch, point))
+                self._session.add(rows[-1])
+            best = report.best = best_of(rows)
             self._measure_swapping(scratch, best)
             self._measure_tensors(scratch, best)
             self._sustain(scratch, best)
@@ -103,16 +88,15 @@ class Suite:
         report = self.report
         self._session.line(f"\n{report.directory}: engine {report.engine} ({report.engine_reason}), {reference}")
 
-    def _measure_point(self, scratch: ScratchFile, pattern: Pattern) -> PointRow:
-        """Measure and print a point; without fio from here on should that fail."""
+    def _measure_point(self, scratch: ScratchFile, pattern: Pattern) -> BenchRow:
+        """Measure a point; without fio from here on should that fail."""
         settings = self._settings
-        fio = self._fio if pattern.op in settings.fio_ops else None
         try:
             pairs = measure_pairs(
                 scratch,
                 pattern,
                 rounds=settings.rounds,
-                fio=fio,
+                fio=self._fio,
                 warm_up_s=settings.warm_up_s,
                 check=self._session.check,
             )
@@ -120,17 +104,19 @@ class Suite:
             self._session.line(f"from here on without fio: {error}")
             self._fio = None
             return self._measure_point(scratch, pattern)
-        row = row_of(pattern, *pairs, engine=scratch.device.engine, directory=self.report.directory)
-        self._session.line(row)
-        return row
+        return row_of(pattern, *pairs, directory=self.report.directory)
 
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         """Run rounds of reads, of writes and of both in turn at the best settings, through all of the memory."""
         self._now("through memory larger than the caches", 0.88)
         reads, writes, mixed = self._in_turn(scratch, [self._pattern(op, best) for op in OPS], is_spread=True)
-        read, write = (statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
-        self.report.swap = SwapRates(len(scratch.memory), read, write, duplex_of(*_both_gb_per_s(mixed), read, write))
-        self._session.line(self.report.swap)
+        read, write = (1e9 * statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
+        seconds = sum(one.seconds for one in mixed)
+        mixed_read, mixed_write = sum(one.read_nbytes for one in mixed), sum(one.write_nbytes for one in mixed)
+        duplex = duplex_of(mixed_read / seconds, mixed_write / seconds, read, write)
+        self.report.swap = Bandwidth(read, write, duplex)
+        memory = format_bytes(len(scratch.memory))
+        self._session.line(f"through {memory} of memory, as tensors go: {self.report.swap}")
 
     def _in_turn(
         self, scratch: ScratchFile, patterns: Sequence[Pattern], *, is_spread: bool = False
@@ -150,16 +136,13 @@ class Suite:
             self._session.check()
             return scratch.run(self._pattern(op, best), is_spread=True).gb_per_s
 
-        if self._settings.tensor_nbytes:
-            self._session.line(_TENSOR_TITLE)
         for tensor_nbytes in self._settings.tensor_nbytes:
             self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
             with self._session.folders(directory) as folders:
                 rows = _measure_tensors(
                     folders, tensor_nbytes, self._settings, directory=directory, engine=scratch.device.engine, raw=raw
                 )
-            self.report.tensors += rows
-            self._session.line(*rows)
+            self._session.add(*rows)
 
     def _sustain(self, scratch: ScratchFile, best: Best) -> None:
         settings, report = self._settings, self.report
@@ -218,7 +201,7 @@ def measure_pairs(
     fio: Fio | None = None,
     warm_up_s: float = 0.1,
     check: Callable[[], object] = lambda: None,
-) -> tuple[list[Round], list[FioRound]]:
+) -> tuple[list[Round], list[Round]]:
     """Run ``rounds`` rounds after a warm-up, and as many of ``fio`` between them; return both; blocks.
 
     The drive drifts, and both sides of a pair meet it in the same mood; the first of a pair alternates. ``check`` is
@@ -226,9 +209,7 @@ def measure_pairs(
     """
     scratch.run(replace(pattern, seconds=warm_up_s))
     ours: list[Round] = []
-    theirs: list[FioRound] = []
-    if fio is not None:
-        fio.calibrate(pattern, scratch.path)
+    theirs: list[Round] = []
     for turn in range(rounds):
         check()
         for is_fio in (turn % 2 == 1, turn % 2 == 0):
@@ -239,41 +220,18 @@ def measure_pairs(
     return ours, theirs
 
 
-def row_of(
-    pattern: Pattern, ours: Sequence[Round], theirs: Sequence[FioRound], *, engine: str, directory: str
-) -> PointRow:
-    """Return the medians of ``ours`` and of fio's rounds, if any; latencies are over all blocks of ours."""
-    read_gb_per_s, write_gb_per_s = _both_gb_per_s(ours)
-    rates, costs = [one.gb_per_s for one in ours], [one.cpu_s_per_gb for one in ours]
-    row = PointRow(
-        op=pattern.op,
-        block_bytes=pattern.block_nbytes,
-        depth=pattern.depth,
-        engine=engine,
-        directory=directory,
-        **spread(rates),
-        latency=Latency.of(np.concatenate([one.latencies_s for one in ours])),
-        cpu_s_per_gb=statistics.median(costs),
-        read_gb_per_s=read_gb_per_s,
-        write_gb_per_s=write_gb_per_s,
+def row_of(pattern: Pattern, ours: Sequence[Round], theirs: Sequence[Round], *, directory: str) -> BenchRow:
+    """Return the row of ``ours`` and of fio's rounds, if any; latencies are those of the median round."""
+    by_rate = [sorted(rounds, key=lambda one: one.gb_per_s) for rounds in (ours, theirs)]
+    latency, fio_latency = (rounds[len(rounds) // 2].latency if rounds else None for rounds in by_rate)
+    cpu_s, fio_cpu_s = (
+        statistics.median(one.cpu_s_per_gb for one in rounds) if rounds else None for rounds in (ours, theirs)
     )
-    if not theirs:
-        return row
-    fio_rates, fio_costs = [one.gb_per_s for one in theirs], [one.cpu_s_per_gb for one in theirs]
-    return replace(
-        row,
-        fio_gb_per_s=statistics.median(fio_rates),
-        ratio_to_fio=median_ratio(rates, fio_rates),
-        fio_cpu_s_per_gb=statistics.median(fio_costs),
-        cpu_ratio_to_fio=median_ratio(costs, fio_costs) if all(fio_costs) else None,  # 0: too little
-        fio_latency=sorted(theirs, key=lambda one: one.gb_per_s)[len(theirs) // 2].latency,
-    )
-
-
-def _both_gb_per_s(rounds: Sequence[Round]) -> tuple[float, float]:
-    """Return the rates of reads and of writes over all ``rounds``."""
-    seconds = 1e9 * sum(one.seconds for one in rounds)
-    return sum(one.read_nbytes for one in rounds) / seconds, sum(one.write_nbytes for one in rounds) / seconds
+    rates, fio_rates = ([one.gb_per_s for one in rounds] for rounds in (ours, theirs))
+    return BenchRow.of(
+        pattern.op, pattern.block_nbytes, directory, rates, "fio", fio_rates, depth=pattern.depth, latency=latency,
+        cpu_s_per_gb=cpu_s, reference_latency=fio_latency, reference_cpu_s_per_gb=fio_cpu_s,
+    )  # fmt: skip
 
 
 def measure_together(session: Session) -> None:
@@ -284,23 +242,20 @@ def measure_together(session: Session) -> None:
     """
     report, settings = session.report, session.settings
 
-    sums = {
-        "read": sum(one.read_gb_per_s for one in report.swapping),
-        "write": sum(one.write_gb_per_s for one in report.swapping),
-    }
+    drives = Bandwidth.of_drives(report.drives)
 
     def raw(op: str) -> float:
         session.check()
-        return sums[op]
+        return (drives.read_bytes_per_s if op == "read" else drives.write_bytes_per_s) / 1e9
 
     num = len(report.directories)
     session.now(f"a store over all {num} directories", 0.99)
-    session.line(f"\na store over all {num}; raw: the sum of each drive alone", _TENSOR_TITLE)
+    session.line(f"\na store over all {num}; raw: the sum of each drive alone", TITLE)
     with session.folders() as folders:
-        report.together = _measure_tensors(
+        rows = _measure_tensors(
             folders, settings.together_tensor_nbytes, settings, directory=report.joined, engine=session.engine, raw=raw
         )
-    session.line(*report.together)
+    session.add(*rows)
 
 
 def _measure_tensors(
@@ -311,7 +266,7 @@ def _measure_tensors(
     directory: str,
     engine: str,
     raw: Callable[[str], float],
-) -> list[TensorRow]:
+) -> list[BenchRow]:
     """Measure puts and gets of tensors of ``tensor_nbytes`` in a new store over ``folders`` of ``directory``; blocks.
 
     Puts end with a commit inside the timing, into extents written before. Gets come from a store that was just opened,
@@ -337,15 +292,10 @@ def _measure_tensors(
             _touch(store, dram)
             seconds = _get(store, keys, target if op == "get" else None, num_ahead=dram // 2 // tensor_nbytes)
         rates[op].append((len(keys) * tensor_nbytes / seconds / 1e9, raw_gb_per_s))
-    rows = []
-    for op, pairs in rates.items():
-        ours, theirs = zip(*pairs, strict=True)
-        row = TensorRow(
-            op=op, tensor_bytes=tensor_nbytes, num_tensors=len(keys), directory=directory, **spread(ours),
-            raw_gb_per_s=theirs, ratio_to_raw=median_ratio(ours, theirs),
-        )  # fmt: skip
-        rows.append(row)
-    return rows
+    return [
+        BenchRow.of(op, tensor_nbytes, directory, [our for our, _ in pairs], "raw", [their for _, their in pairs])
+        for op, pairs in rates.items()
+    ]
 
 
 def new_source(tensor_nbytes: int, num_tensors: int) -> torch.Tensor:

@@ -28,14 +28,15 @@ from tiered.bytes.device.profile import load_link_profile, load_profile
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER, Interval
 from tiered.tiers.device_clock import COMPUTE, UPDATE
+from tiered.tools.bench.report import Bandwidth
 from tiered.tools.console import write_report
 from tiered.tools.doctor.description import by_drive
 from tiered.tools.train.plan import Plan
 from tiered.units import format_bytes
 
 __all__ = [
-    "CAPACITY", "Bandwidth", "Bound", "RunSummary", "StepRecord", "Stopwatch", "matrix_flop_per_s",
-    "profiled_bandwidth", "profiled_link", "trace_events", "write_timeline",
+    "CAPACITY", "Bound", "RunSummary", "StepRecord", "Stopwatch", "matrix_flop_per_s", "profiled_bandwidth",
+    "profiled_link", "trace_events", "write_timeline",
 ]  # fmt: skip
 
 _HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
@@ -117,21 +118,6 @@ def _named(kind: str, counts: Mapping[str, float]) -> dict[str, float]:
 # -- the bound ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """The bandwidth of all drives together, or of copies to a compute device, which are reads here, and from it."""
-
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    duplex: float = 0.0  # 0: reads and writes share the drive, 1: neither slows the other
-    source: str = "seen in this run"
-
-    def seconds(self, read_bytes: float, write_bytes: float) -> float:
-        """Return the least time to move the bytes: max(R/B_r, W/B_w) + (1 - d) * min(R/B_r, W/B_w)."""
-        read_s, write_s = read_bytes / self.read_bytes_per_s, write_bytes / self.write_bytes_per_s
-        return max(read_s, write_s) + (1 - self.duplex) * min(read_s, write_s)
-
-
 def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
     """Return the bandwidth of ``directories`` together, by ``tiered bench``; None unless all have a profile. Blocks.
 
@@ -143,12 +129,9 @@ def profiled_bandwidth(directories: Sequence[Path]) -> Bandwidth | None:
         if profile is None:
             return None
         profiles[str(next(path for path in (directory, *directory.parents) if path.exists()))] = profile
-    found = [profiles[which[0]] for which in by_drive(profiles).values()]
-    return Bandwidth(
-        sum(profile.read_bytes_per_s for profile in found),
-        sum(profile.write_bytes_per_s for profile in found),
-        min(profile.duplex or 0.0 for profile in found),
-        "measured by tiered bench",
+    firsts = [profiles[which[0]] for which in by_drive(profiles).values()]
+    return Bandwidth.of_drives(
+        [Bandwidth(one.read_bytes_per_s, one.write_bytes_per_s, one.duplex or 0.0) for one in firsts]
     )
 
 
@@ -160,9 +143,7 @@ def profiled_link(directories: Sequence[Path], device_type: str) -> Bandwidth | 
     for directory in directories:
         profile = load_link_profile(directory)
         if profile is not None and profile.device == device_type:
-            return Bandwidth(
-                profile.in_bytes_per_s, profile.out_bytes_per_s, profile.duplex, "measured by tiered bench --device"
-            )
+            return Bandwidth(profile.in_bytes_per_s, profile.out_bytes_per_s, profile.duplex)
     return None
 
 
@@ -362,7 +343,7 @@ class RunSummary:
         copies = "" if self._device is None else f"PCIe {_said(bound.copy_s)}, "
         ratio = float(_said(bound.step_s)) / float(_said(bound.seconds)) if bound.seconds else bound.step_over_bound
         unmeasured = "as seen in this run; measure the drive: tiered bench DIR"
-        source = self._bandwidth.source if self._bandwidth else unmeasured
+        source = "measured by tiered bench" if self._bandwidth else unmeasured
         return [
             f"waited  {', '.join(told) or 'for nothing'} per step",
             f"bound   {_said(bound.seconds)} s (compute {_said(bound.compute_s)}, NVMe {_said(bound.nvme_s)}, {copies}"
