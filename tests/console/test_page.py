@@ -38,18 +38,3 @@ def test_columns_are_aligned() -> None:
     rows = [("name", "1", "a"), ("other name", "1,000", "")]
     assert list(columns(rows, right=(1,), indent=2)) == ["  name            1  a", "  other name  1,000"]
     assert list(columns([])) == []
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_name_without_room_is_shortened_on_a_terminal_alone(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    name = "a" * 40 + "b" * 40
-    lines = list(columns([(name, "1,000"), ("short", "1")], right=(1,)))
-    if is_terminal:
-        assert lines[0].startswith("aaaa") and "a...b" in lines[0] and lines[0].endswith("1,000")
-        assert max(map(len, lines)) == 60
-    else:
-        assert lines[0] == name and lines[1].strip() == "1,000" and len(lines[1]) == 60
-    assert lines[-1].split() == ["short", "1"]

@@ -20,8 +20,8 @@ def test_gc_removes_nothing_before_its_report_can_be_written(
 ) -> None:
     tiered.Store(tmp_path / "run", dram="16MiB").close()
     plant(tmp_path / "run" / "identity.new")
-    assert main(["gc", str(tmp_path / "run"), "--yes", "--json", "/proc/report.json"]) == 2
-    assert "cannot write /proc/report.json" in capsys.readouterr().err
+    assert main(["gc", str(tmp_path / "run"), "--yes", "--json", "/nowhere/report.json"]) == 2
+    assert "cannot write /nowhere/report.json" in capsys.readouterr().err
     assert (tmp_path / "run" / "identity.new").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,7 @@ def inspected(run: Path, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_each_parameter_is_known_by_name_with_its_state(optimizer: str, tmp_path: Path) -> None:
+def test_each_parameter_is_known_by_name(optimizer: str, tmp_path: Path) -> None:
     run, model, keys = train(tmp_path / "run", optimizer)
     found = inspected(run)["parameters"]
     assert {each["name"]: (tuple(each["shape"]), each["trained"]) for each in found} == {
@@ -81,12 +80,8 @@ def test_each_parameter_is_known_by_name_with_its_state(optimizer: str, tmp_path
     }
     assert {each["dtype"] for each in found} == {"bfloat16"}
     assert {(each["trained"], each["steps"]) for each in found} == {(True, 2), (False, None)}
-    state = {key: nbytes for key, nbytes in keys.items() if key.startswith("model/state/")}
-    assert {key for each in found for key in each["state_keys"]} == set(state)
-    assert sum(each["state_bytes"] for each in found) == sum(state.values())
     for each in found:
         assert each["offset"] + each["bytes"] <= keys[each["key"]]
-        assert bool(each["state_bytes"]) == bool(each["state_keys"]) == each["trained"]
 
 
 def test_parameters_that_stay_in_the_users_files_say_in_which(
@@ -100,7 +95,7 @@ def test_parameters_that_stay_in_the_users_files_say_in_which(
     }
     assert ", in place in base.safetensors\n" in capsys.readouterr().out
     inspected(run)
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "parameters, in place" in shown and "in base.safetensors" in shown and "optimizer state" in shown
 
 
@@ -113,22 +108,12 @@ def test_it_reads_no_tensor_and_runs_beside_a_writer(tmp_path: Path) -> None:
     assert inspected(run, "--parameters") == before
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_long_names_are_shortened_on_a_terminal_alone(
-    is_terminal: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, _, _ = train(tmp_path / "run")
+def test_each_parameter_has_a_line_with_its_whole_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, model, _ = train(tmp_path / "run")
     capsys.readouterr()
-    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
-    monkeypatch.setenv("COLUMNS", "80")
     assert main(["inspect", str(run), "--parameters"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if str(run) not in line]
-    assert ("..." in "".join(lines)) == is_terminal
-    assert [line.strip() for line in lines if LONG in line and "model/" not in line] == [] if is_terminal else [
-        f"{LONG}.weight", f"{LONG}.bias",
-    ]  # fmt: skip
-    assert not [line for line in lines if len(line) > 80 and LONG not in line]
-    assert Counter(line.split()[0] for line in lines)["base.0.weight"] == 1
+    names = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert sorted(name for name in names if "." in name) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_keys_of_other_jobs_are_listed_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +122,8 @@ def test_keys_of_other_jobs_are_listed_one_by_one(tmp_path: Path, capsys: pytest
         store["table"] = torch.zeros(5, dtype=torch.int64)
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert [line.split() for line in capsys.readouterr().out.splitlines()[:2]] == [
-        ["model/mine", "float32", "3x4", "48", "B", "generation", "1"],
-        ["table", "int64", "5", "40", "B", "generation", "1"],
+        ["float32", "3x4", "48", "B", "generation", "1", "model/mine"],
+        ["int64", "5", "40", "B", "generation", "1", "table"],
     ]
     assert main(["inspect", str(tmp_path / "run"), "--parameters"]) == 2
     assert "no model is committed there" in capsys.readouterr().err

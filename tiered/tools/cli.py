@@ -119,7 +119,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Answer every question with yes
 OnlyPlan = Annotated[bool, typer.Option("--dry-run", help="Say what the run would be, take and write, and stop.")]
 Run = Annotated[list[Path], typer.Argument(parser=_path, metavar="RUN", help="The run's directory, or all of them.")]
 Parameters = Annotated[
-    bool, typer.Option("--parameters", help="List each parameter: dtype, shape, state, steps, and where it lies.")
+    bool, typer.Option("--parameters", help="List each parameter: dtype, shape, steps, and where it lies.")
 ]
 External = Annotated[
     list[Path] | None,

@@ -56,26 +56,14 @@ def say(*texts: str, indent: int = 8) -> None:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (), *, indent: int = 0) -> Iterator[str]:
-    """Yield ``rows`` as lines of aligned columns, those numbered in ``right`` flush right; the last one is free.
-
-    The first column is a name. One that leaves the others no room is shortened in its middle on a terminal, and
-    elsewhere, where a program may read it, has a line of its own.
-    """
+    """Yield ``rows`` as lines of aligned columns, those numbered in ``right`` flush right; the last one is free."""
     sizes = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    most = max(12, page_width() - indent - sum(2 + size for size in sizes[1:]))
-    size, is_terminal = min([most, *sizes[:1]]), sys.stdout.isatty()
-    for name, *others in rows:
+    for row in rows:
         cells = [
-            cell.rjust(sizes[number]) if number in right else cell.ljust(sizes[number])
-            for number, cell in enumerate(others, 1)
+            cell.rjust(size) if number in right else cell.ljust(size)
+            for number, (cell, size) in enumerate(zip(row, sizes, strict=True))
         ]
-        if len(name) > size and is_terminal:
-            left = (size - 3) // 2
-            name = f"{name[:left]}...{name[left + 3 - size :]}"
-        elif len(name) > size:
-            yield f"{' ' * indent}{name}"
-            name = ""
-        yield f"{' ' * indent}{'  '.join([name.ljust(size), *cells])}".rstrip()
+        yield f"{' ' * indent}{'  '.join(cells)}".rstrip()
 
 
 def confirm(question: str, *, unasked: str, declined: str, yes: bool) -> None:
@@ -92,30 +80,18 @@ def confirm(question: str, *, unasked: str, declined: str, yes: bool) -> None:
 
 
 def check_writable(*files: Path | None) -> None:
-    """Raise UsageError unless each of ``files`` can be written, and no two are one; leaves nothing behind."""
+    """Raise UsageError unless each of ``files`` can be written, and no two are one; nothing is opened."""
     given = [file for file in files if file is not None]
     for file in given:
-        if not file.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {file}: the directory does not exist")
+        there = file if file.exists() else Path(os.path.realpath(file)).parent
         if file.is_dir():
             raise UsageError(f"cannot write {file}: it is a directory")
-        try:
-            _try_to_open(os.path.realpath(file))
-        except OSError as error:
-            raise UsageError(f"cannot write {file}: {error.strerror}") from error
+        if not there.exists():
+            raise UsageError(f"cannot write {file}: the directory does not exist")
+        if not os.access(there, os.W_OK):
+            raise UsageError(f"cannot write {file}: {there} is not yours to write")
     if len({os.path.realpath(file) for file in given}) < len(given):
         raise UsageError(f"{given[0]} is given for two reports: give each a file of its own")
-
-
-def _try_to_open(real: str) -> None:
-    """Open the file as the report will be. A pipe is not opened, because its reader would see its end."""
-    is_new = not os.path.lexists(real)
-    if is_new or os.path.isfile(real):
-        os.close(os.open(real, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-    elif not os.access(real, os.W_OK):
-        raise PermissionError(0, "it is not yours to write")
-    if is_new:
-        os.unlink(real)
 
 
 def write_report(file: Path, content: str) -> None:

@@ -29,11 +29,8 @@ from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
 from tiered.tools.console import check_writable, columns, confirm, fold, say, write_report
-from tiered.units import MiB, divide_up, format_bytes
-from tiered.zero.formats.codec import divide
-from tiered.zero.formats.layout import FORMATS, Layouts
-from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
-from tiered.zero.layout import CUT_NUMEL, SegmentSpec, committed_layouts, count_in, text_in
+from tiered.units import MiB, format_bytes
+from tiered.zero.layout import committed_layouts, count_in, text_in
 
 __all__ = [
     "ExistingRun",
@@ -46,22 +43,14 @@ __all__ = [
     "remove_store",
 ]
 
-_VERSION = 1  # of the report for programs: another one where the meaning of anything in it is another
+_VERSION = 2  # of the report for programs: another one where the meaning of anything in it is another
 _LONGEST_NAME = 120  # characters of a key that a line has
-_MOST_PIECES = 1 << 20  # of the optimizer's state of a unit
 
 _GROUPS = {  # of the keys of a sharded model, by their first words
     "model/parameters/": "parameters",
     "model/state/": "optimizer state",
     "model/master/": "fp32 masters, until an optimizer takes them",
     "model/": "other keys of the model",
-}
-
-_RULES: dict[str, Rule] = {
-    "AdamW": AdamWRule(),
-    "Lion": LionRule(),
-    "SGD": SGDRule(with_momentum=True),
-    "SGD without momentum": SGDRule(with_momentum=False),
 }
 
 
@@ -127,8 +116,6 @@ class CommittedParameter:
     offset: int = 0  # bytes from the start of the key
     bytes: int = 0
     files: tuple[str, ...] = ()  # the user's own that it is read from in place
-    state_keys: tuple[str, ...] = ()
-    state_bytes: int = 0  # padding included
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,47 +181,19 @@ class ExistingRun:
                 yield CommittedParameter(name, (), "", True, number, "not in the store")
             return
         rows = {row.name: row for row in self.rows}
-        for unit, layout in committed_layouts(model):
-            state = _state(unit, layout.specs, optimizer)
+        for _, layout in committed_layouts(model):
             for spec, place in zip(layout.specs, layout.places, strict=True):
                 key = layout.spans[place.span].key
                 files = self.files(rows[key], place.offset, spec.nbytes) if key in rows else ()
                 yield CommittedParameter(
                     spec.name, spec.shape, _shown_dtype(spec.dtype), spec.trainable, steps.get(spec.name), key,
-                    place.offset, spec.nbytes, files, *state.get(spec.name, ((), 0)),
+                    place.offset, spec.nbytes, files,
                 )  # fmt: skip
         for name, tensor in model.get("added", {}).items():
             yield CommittedParameter(
                 text_in(name), tuple(tensor.shape), _shown_dtype(tensor.dtype), tensor.requires_grad, steps.get(name),
                 "in the commit itself", 0, tensor.nbytes,
             )  # fmt: skip
-
-
-def _state(
-    unit: str, specs: Sequence[SegmentSpec], optimizer: Mapping[str, Any]
-) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return the keys and the bytes of the optimizer's state of each parameter of a unit, by name."""
-    found: dict[str, tuple[tuple[str, ...], int]] = {}
-    if not optimizer:
-        return found
-    if optimizer["state"] not in FORMATS:
-        raise ValueError(f"state in a format {optimizer['state']!r}")
-    layouts = Layouts(optimizer["state"], _RULES[optimizer["class"]], sizes_only=True)
-    bucket_numel = count_in(optimizer["bucket_numel"])
-    if not bucket_numel or bucket_numel % CUT_NUMEL:
-        raise ValueError(f"buckets of {bucket_numel} elements")
-    if sum(divide_up(spec.numel, bucket_numel) for spec in specs) > _MOST_PIECES:
-        raise ValueError("more pieces of state than a store has")
-    first = 0
-    for managed in optimizer["managed"]:
-        own = [spec for spec in specs if spec.name in set(managed)]
-        buckets = divide(f"model/state/{unit}", own, bucket_numel, layouts, first=first)
-        first += len(buckets)
-        for bucket in buckets:
-            for piece in bucket.pieces:
-                keys, nbytes = found.get(piece.segment.name, ((), 0))
-                found[piece.segment.name] = ((*keys, bucket.key), nbytes + piece.nbytes)
-    return found
 
 
 def _shown_dtype(dtype: torch.dtype) -> str:
@@ -286,8 +245,8 @@ def _key_lines(run: ExistingRun) -> Iterator[str]:
         else:
             files = _listed_files(run, row)
             others.append(
-                [_printable(row.name), row.dtype, "x".join(map(str, row.shape)) or "scalar", f"{row.nbytes:,} B",
-                 f"generation {row.generation}{files and f', {files}'}"]
+                [row.dtype, "x".join(map(str, row.shape)) or "scalar", f"{row.nbytes:,} B",
+                 f"generation {row.generation}", f"{_printable(row.name)}{files and f', {files}'}"]
             )  # fmt: skip
     table = [
         [word, _counted(len(rows)), format_bytes(sum(row.nbytes for row in rows)), _generations(rows),
@@ -298,7 +257,7 @@ def _key_lines(run: ExistingRun) -> Iterator[str]:
         yield from fold(line, indent=2)
     if groups:
         yield "each parameter: tiered inspect --parameters"
-    yield from columns(others, right=(2, 3))
+    yield from columns(others, right=(1, 2))
 
 
 def _described(run: ExistingRun) -> list[CommittedParameter]:
@@ -335,27 +294,20 @@ def _optimizer(run: ExistingRun) -> str:
 
 def _parameter_lines(parameters: Sequence[CommittedParameter]) -> Iterator[str]:
     """Yield a line for each parameter, below the key that it lies in, which has one dtype."""
-    rows = [("name", "shape", "state", "steps")]
-    rows += [
-        (_printable(each.name), "x".join(map(str, each.shape)) or "scalar" if each.dtype else "-",
-         format_bytes(each.state_bytes) if each.state_bytes else "-",
-         "-" if each.steps is None else f"{each.steps:,}")
-        for each in parameters
-    ]  # fmt: skip
-    lines, heading = columns(rows, right=(1, 2, 3), indent=2), ""
-    for number, (name, *_) in enumerate(rows):
-        if number and heading != (heading := _heading(parameters[number - 1])):
+    lines = columns(
+        [("shape", "steps", "name"),
+         *(("x".join(map(str, each.shape)) or "scalar" if each.dtype else "-",
+            "-" if each.steps is None else f"{each.steps:,}", _printable(each.name)) for each in parameters)],
+        right=(0, 1), indent=2,
+    )  # fmt: skip
+    yield next(lines)
+    heading = ""
+    for each, line in zip(parameters, lines, strict=True):
+        if heading != (heading := _heading(each)):
             yield from fold(heading, indent=4)
-        line = next(lines)
         yield line
-        if line.strip() == name:  # a long name has a line of its own
-            yield next(lines)
     trained = sum(each.trained for each in parameters)
-    state = format_bytes(sum(each.state_bytes for each in parameters))
-    yield (
-        f"{len(parameters):,} parameters, {trained:,} trained; {format_bytes(sum(each.bytes for each in parameters))},"
-        f" and {state} of optimizer state"
-    )
+    yield f"{len(parameters):,} parameters, {trained:,} trained; {format_bytes(sum(each.bytes for each in parameters))}"
 
 
 def _heading(each: CommittedParameter) -> str:
