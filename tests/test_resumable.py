@@ -351,18 +351,8 @@ def test_a_data_loader_with_workers_goes_on_with_the_bits_of_the_undisturbed_one
 
 
 @pytest.mark.usefixtures("no_warning")
-@pytest.mark.parametrize("name", ["shuffled", "shuffled_by_own_generator"])
-def test_workers_that_persist_go_on_as_in_the_undisturbed_run(name: str) -> None:
-    check(lambda: DATA_LOADERS[name](num_workers=2, persistent_workers=True), num_epochs=2, has_workers=True)
-
-
-@pytest.mark.usefixtures("no_warning")
 def test_what_workers_draw_for_iterable_data_comes_back() -> None:
     check(lambda: loader(Stream(), num_workers=2), num_epochs=2, has_workers=True)
-
-
-def test_iterable_data_in_workers_that_persist_go_on() -> None:
-    check(lambda: loader(Stream(float), num_workers=1, persistent_workers=True), num_epochs=2, has_workers=True)
 
 
 @pytest.mark.usefixtures("no_warning")
@@ -469,11 +459,10 @@ def test_an_iterator_is_over_when_another_is_made_or_a_state_loaded() -> None:
 
 
 def test_a_rollback_goes_back_in_the_loader_too(tmp_path: Path) -> None:
-    """Workers that persist are made anew: in the first epoch a seed is drawn for them."""
     torch.manual_seed(7)
-    expected = list(loader(shuffle=True, num_workers=1, persistent_workers=True))
+    expected = list(loader(shuffle=True, num_workers=1))
     torch.manual_seed(7)
-    wrapped = tiered.resumable(loader(shuffle=True, num_workers=1, persistent_workers=True))
+    wrapped = tiered.resumable(loader(shuffle=True, num_workers=1))
     with tiered.Store(tmp_path, dram="16MiB") as store:
         store.register("loader", wrapped)
         iterator = iter(wrapped)
@@ -482,9 +471,8 @@ def test_a_rollback_goes_back_in_the_loader_too(tmp_path: Path) -> None:
         next(iterator)
         store.rollback()
         rest = list(wrapped)
-        assert len(rest) == 3 and all(map(torch.equal, rest, expected[1:]))
-        assert wrapped.epoch == 1
-        wrapped.load_state_dict(wrapped.state_dict())  # lifetime: ends the workers now, not with the store's garbage
+    assert len(rest) == 3 and all(map(torch.equal, rest, expected[1:]))
+    assert wrapped.epoch == 1
 
 
 def test_a_rollback_counts_the_passes_of_a_sampler_anew(tmp_path: Path) -> None:
@@ -514,10 +502,9 @@ def test_the_length_is_that_of_the_loader_within() -> None:
         (lambda: loader(shuffle=True), ["sampler was 'BatchSampler of SequentialSampler', is 'BatchSampler of Random"]),
         (lambda: loader(Stream()), ["items was 7, is None", "num_workers was None, is 0"]),
         (lambda: loader(generator=seeded()), ["parts was [], is ['loader.generator'"]),
-        (lambda: loader(num_workers=1, persistent_workers=True), ["persistent_workers was False, is True"]),
         (lambda: [1, 2], ["type was 'DataLoader', is 'list'", "batches was 4, is 2"]),
     ],
-    ids=["batch_size", "sampler", "data", "generator", "workers", "type"],
+    ids=["batch_size", "sampler", "data", "generator", "type"],
 )
 def test_another_loader_is_refused_by_what_differs(plain: Callable[[], Any], differences: list[str]) -> None:
     state = stopped(tiered.resumable(loader()), 1)
@@ -526,6 +513,31 @@ def test_another_loader_is_refused_by_what_differs(plain: Callable[[], Any], dif
         wrapped.load_state_dict(state)
     assert all(difference in str(refusal.value) for difference in differences)
     assert (wrapped.epoch, wrapped.position) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("plain", "facts"),
+    [(loader, {"persistent_workers": True}), (Counting, {"batches": None, "parts": None})],
+    ids=["workers_that_persist", "a_loader's_own_state"],
+)
+def test_a_loader_that_0_2_0_committed_otherwise_is_refused_and_left_behind(
+    plain: Callable[[], Any], facts: dict[str, Any], tmp_path: Path
+) -> None:
+    older = tiered.resumable(plain())
+    state = older.state_dict()
+    older.state_dict = lambda: state | {"loader": state["loader"] | facts}  # type: ignore[method-assign]
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        store.register("loader", older)
+        store.commit({})
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        store.register("loader", tiered.resumable(plain()))
+        with pytest.raises(UsageError, match=r"made with another loader: .*store\.drop_state\(name\)"):
+            store.resume()
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        store.resume()
+        store.drop_state("loader")
+        store.register("loader", tiered.resumable(plain()))
+        store.commit({})
 
 
 def test_fewer_batches_than_were_used_are_refused() -> None:
@@ -543,8 +555,8 @@ def test_fewer_batches_than_were_used_are_refused() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="another iterable of batches, got int"):
         tiered.resumable(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="replay=True cannot bring back"):
-        tiered.resumable(loader(num_workers=1, persistent_workers=True), replay=True)
+    with pytest.raises(ValueError, match="expected persistent_workers=False"):
+        tiered.resumable(loader(num_workers=1, persistent_workers=True))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: float(torch.rand(()))], ids=["py", "np", "pt"])
@@ -553,11 +565,6 @@ def test_draws_in_workers_are_warned_of_once(draw: Draw, caplog: pytest.LogCaptu
     assert len([*wrapped, *wrapped]) == 8
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "replay=True" in caplog.text
-
-
-def test_draws_in_workers_that_persist_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    list(tiered.resumable(loader(Stream(), num_workers=1, persistent_workers=True)))
-    assert "persistent_workers=False" in caplog.text and "replay" not in caplog.text
 
 
 class DrawingState(Counting):

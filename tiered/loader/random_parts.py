@@ -1,7 +1,4 @@
-"""The random states that decide which batches a loader gives: saved, put back, and watched where they cannot come back.
-
-They are the process's generators, and those of the loader's own parts.
-"""
+"""The random states that decide which batches a loader gives, saved and put back, and watches of other draws."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import itertools
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from tiered.zero.model_state import RandomState
 
-__all__ = ["BatchDraws", "Counts", "DrawWatch", "RandomParts", "WorkerWatch", "is_stateful", "parts_of", "place_of"]
+__all__ = ["BatchDraws", "Counts", "DataWatch", "OrderWatch", "RandomParts", "is_stateful", "parts_of", "place_of"]
 
 _log = logging.getLogger("tiered")
 
@@ -39,19 +35,21 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 
 
 class RandomParts:
-    """The process's generators and ``parts`` by name: generators, and samplers with ``state_dict``.
+    """The process's generators, parts that decide the ``order`` of batches, and generators of the ``data`` set.
 
-    ``kept`` names the parts that a replay must leave alone, since it does not load the items that draw from them.
+    The parts have names, and are generators or have ``state_dict``. A pass that goes through the used batches again
+    begins with the states of the order, and leaves those of the data.
     """
 
-    def __init__(self, parts: dict[str, Any], *, kept: frozenset[str] = frozenset()) -> None:
-        self._parts = parts
-        self._kept = kept
+    def __init__(self, order: dict[str, Any], data: dict[str, Any]) -> None:
+        self._order = order
+        self._data = data
 
     @property
     def names(self) -> list[str]:
         """The names of the parts that a resumed loader must have; counts are taken as they come."""
-        return sorted(name for name, part in self._parts.items() if not isinstance(part, Counts))
+        parts = self._data | self._order
+        return sorted(name for name, part in parts.items() if not isinstance(part, Counts))
 
     def states(self) -> dict[str, Any]:
         """Return copies of all states, of types that a commit can carry."""
@@ -59,30 +57,21 @@ class RandomParts:
 
     def part_states(self) -> dict[str, Any]:
         """Return copies of the states of the parts alone."""
-        return {name: _state(part) for name, part in self._parts.items()}
+        return {name: _state(part) for name, part in (self._data | self._order).items()}
 
-    def restore(
-        self, parts: dict[str, Any], process: dict[str, Any] | None = None, *, kept: bool | None = None
-    ) -> None:
-        """Set the parts and, where ``process`` is given, the process's generators to what ``states`` returned.
+    def restore_parts(self, states: dict[str, Any]) -> None:
+        """Set the parts to what ``part_states`` returned."""
+        _set_states(self._data | self._order, states)
 
-        With ``kept``, of the parts only those are set that a replay leaves alone; with ``kept=False`` only the others.
-        """
-        if process is not None:
-            RandomState().load_state_dict(process)
-        for name in self._parts.keys() & parts.keys():
-            if kept is None or kept == (name in self._kept):
-                _set_state(self._parts[name], parts[name])
+    def restore_order(self, states: dict[str, Any]) -> None:
+        """Set the process's generators and the parts of the order to what ``states`` returned."""
+        RandomState().load_state_dict(states["process"])
+        _set_states(self._order, states["parts"])
 
-    @contextmanager
-    def replaying(self, start: dict[str, Any]) -> Iterator[None]:
-        """Set everything but the kept parts to ``start``; at the end put the process's generators back."""
-        found = RandomState().state_dict()
-        try:
-            self.restore(**start, kept=False)
-            yield
-        finally:
-            RandomState().load_state_dict(found)
+    def restore_data(self, states: dict[str, Any]) -> None:
+        """Set the process's generators and those of the data set to what ``states`` returned."""
+        RandomState().load_state_dict(states["process"])
+        _set_states(self._data, states["parts"])
 
 
 class Counts:
@@ -111,24 +100,25 @@ class Counts:
 
 def parts_of(loader: DataLoader[Any], *, loads_again: bool) -> RandomParts:
     """Return the parts of a torch ``loader``. ``loads_again``: a resumed loader loads the used items again."""
-    parts: dict[str, Any] = {}
-    owners: dict[int, tuple[str, object]] = {id(loader): ("loader", loader)}
-    waiting = list(owners.values())
-    for name, owner in waiting:
-        if owner is not loader:
-            parts[name] = owner if is_stateful(owner) else Counts(owner)
-        for attribute, value in getattr(owner, "__dict__", {}).items():
-            is_sampler = isinstance(value, Sampler) or attribute in ("sampler", "batch_sampler")
-            if is_sampler and id(value) not in owners:
-                owners[id(value)] = (f"{name}.{attribute}", value)
-                waiting.append(owners[id(value)])
-        parts |= _generators(name, owner)
+    order = _order_parts("loader", loader, {id(loader)})
     if isinstance(loader.dataset, IterableDataset):
-        parts["loader.dataset"] = Counts(loader.dataset)
-    known = {id(part) for part in parts.values()}
-    data_parts = _generators("loader.dataset", loader.dataset)
-    kept = () if loads_again else (name for name, part in data_parts.items() if id(part) not in known)
-    return RandomParts(data_parts | parts, kept=frozenset(kept))
+        order["loader.dataset"] = Counts(loader.dataset)
+    known = {id(part) for part in order.values()}
+    data = {name: part for name, part in _generators("loader.dataset", loader.dataset).items() if id(part) not in known}
+    return RandomParts(order | data, {}) if loads_again else RandomParts(order, data)
+
+
+def _order_parts(name: str, owner: object, seen: set[int]) -> dict[str, Any]:
+    """Return the generators of ``owner``, called ``name``, and all parts of the samplers within."""
+    parts = _generators(name, owner)
+    for attribute, value in getattr(owner, "__dict__", {}).items():
+        is_sampler = isinstance(value, Sampler) or attribute in ("sampler", "batch_sampler")
+        if is_sampler and id(value) not in seen:
+            seen.add(id(value))
+            inner = f"{name}.{attribute}"
+            parts[inner] = value if is_stateful(value) else Counts(value)
+            parts |= _order_parts(inner, value, seen)
+    return parts
 
 
 def place_of(loader: DataLoader[Any]) -> str:
@@ -141,48 +131,41 @@ def is_stateful(item: object) -> bool:
     return all(callable(getattr(item, method, None)) for method in ("state_dict", "load_state_dict"))
 
 
-class DrawWatch:
+class OrderWatch:
     """Sees whether an iterator draws from the process's generators after its first item, in turn with the loop.
 
     Its draws then depend on those of the loop, which a resumed run does not repeat: a warning says so, once, and names
-    ``owner``. ``even_alone``: a draw counts although the loop draws nothing from the same generator.
+    ``owner``.
     """
 
-    def __init__(self, owner: object, *, even_alone: bool = False, is_on: bool = True) -> None:
+    def __init__(self, owner: object) -> None:
         self._owner = type(owner).__name__
-        self._is_on = is_on
-        self._even_alone = even_alone
-        self._last: list[Any] | None = None  # the states when the iterator gave its last item
+        self._is_warned = False
 
-    def begin(self) -> None:
-        """Another iterator begins."""
-        self._last = None
-
-    def next(self, items: Iterator[Item]) -> Item:
-        """Return the next item, and look."""
-        if not self._is_on:
-            return next(items)
+    def over(self, items: Iterator[Item]) -> Iterator[Item]:
+        """Yield ``items``, and look."""
+        last: list[Any] | None = None  # the states when the iterator gave its last item
         before = _drawn_states()
-        item = next(items)
-        after = _drawn_states()
-        if self._last is not None:
-            states = zip(self._last, before, after, strict=True)
-            if any(now != then and (self._even_alone or then != last) for last, then, now in states):
-                self._is_on = False
-                _log.warning(
-                    "%s draws from the process's random generators between batches, as the loop does: a run that is"
-                    " resumed in the middle of an epoch may get other batches; expected a generator of its own, as an"
-                    " attribute or in its state",
-                    self._owner,
-                )
-        self._last = after
-        return item
+        for item in items:
+            after = _drawn_states()
+            if last is not None and not self._is_warned:
+                states = zip(last, before, after, strict=True)
+                self._is_warned = any(now != then != earlier for earlier, then, now in states)
+                if self._is_warned:
+                    _log.warning(
+                        "%s draws from the process's random generators between batches, as the loop does: a run that"
+                        " is resumed in the middle of an epoch may get other batches; expected a generator of its own,"
+                        " as an attribute or in its state",
+                        self._owner,
+                    )
+            yield item
+            last, before = after, _drawn_states()
 
 
-class WorkerWatch:
-    """Stands in for the ``collate_fn`` and ``worker_init_fn`` of ``loader``, and sees whether its workers draw.
+class DataWatch:
+    """Stands in for two functions of ``loader``, and sees whether items or collator draw, in workers above all.
 
-    The warning names the workers as ``whose``, and expects ``instead``. ``loader`` gets both functions in place.
+    The warning names who draws as ``whose``, and expects ``instead``.
     """
 
     def __init__(self, loader: DataLoader[Any], whose: str, instead: str) -> None:
@@ -195,25 +178,39 @@ class WorkerWatch:
         vars(loader).update(collate_fn=self._collate, worker_init_fn=self._start_worker)  # torch refuses an assignment
 
     def _start_worker(self, number: int) -> None:
-        """Call the user's function, and look from then on."""
         if self._worker_init_fn is not None:
             self._worker_init_fn(number)
+        self.begin()
+
+    def begin(self) -> None:
+        """Look from now on at what this process draws."""
         self._before = _drawn_states(self._generators)
 
     def _collate(self, items: Any) -> Any:
         """Return the batch that the user's function makes of ``items``, drawn for by now."""
         batch = self._collate_fn(items)
         if not self._has_drawn:
-            before, self._before = self._before, _drawn_states(self._generators)
+            before = self._before
+            self.begin()
             if before != self._before:
                 self._has_drawn.fill_(True)
         return batch
 
     def warn(self) -> None:
-        """Log, once, that a worker has drawn, if one has."""
+        """Log, once, that random numbers were drawn, if they were."""
         if self._warning is not None and self._has_drawn:
-            _warn_of_draws(*self._warning)
+            _log.warning(
+                "%s draw random numbers: a run that is resumed in the middle of an epoch draws others from there on;"
+                " expected %s",
+                *self._warning,
+            )
             self._warning = None
+
+    def over(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Yield ``batches``, and warn."""
+        for batch in batches:
+            self.warn()
+            yield batch
 
 
 class BatchDraws(BatchSampler):
@@ -231,15 +228,16 @@ class BatchDraws(BatchSampler):
         self._random = parts_of(loader, loads_again=False)
         innermost = getattr(self._sampler, "sampler", self._sampler)
         is_known = type(innermost).__module__.startswith(("torch.", "accelerate.", "transformers."))
-        self._watch = DrawWatch(innermost, is_on=not is_known)  # the known ones draw before their first item alone
-        self._is_stream = isinstance(loader.dataset, IterableDataset)
-        self._is_warned = False  # of what a stream draws
+        self._watch = None if is_known else OrderWatch(innermost)  # the known draw before their first item alone
         self._start: list[dict[str, Any]] = []  # the states when the sampler was made, and when it first drew
         self._pending: deque[dict[str, Any]] = deque()
         self._resumed: dict[str, Any] | None = None
         self.makes_here = loader.num_workers == 0
-        workers = "worker processes of the DataLoader", "dataloader_num_workers=0"
-        self._worker_watch = None if self.makes_here else WorkerWatch(loader, *workers)
+        self._data_watch: DataWatch | None = None
+        if not self.makes_here:
+            self._data_watch = DataWatch(loader, "worker processes of the DataLoader", "dataloader_num_workers=0")
+        elif isinstance(loader.dataset, IterableDataset):
+            self._data_watch = DataWatch(loader, "iterable data", "a data set with __getitem__")
         vars(loader)[place] = self  # torch refuses an assignment
 
     def __getattr__(self, name: str) -> Any:
@@ -253,52 +251,45 @@ class BatchDraws(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         if resumed is not None and resumed["start"]:
-            self._random.restore(**resumed["start"][0], kept=False)
+            self._random.restore_order(resumed["start"][0])
         self._pending.clear()
         self._start = [self._random.states()]
-        self._watch.begin()
-        return self._indices(iter(self._sampler), resumed)
+        batches = iter(self._sampler)
+        return self._indices(batches if self._watch is None else self._watch.over(batches), resumed)
 
     def _indices(self, batches: Iterator[Any], resumed: dict[str, Any] | None) -> Iterator[Any]:
         made: list[dict[str, Any]] = []
         first = 0  # the number of the next batch, counted from the first that is made in this process
         if resumed is not None:
             if resumed["start"]:
-                self._random.restore(**resumed["start"][1], kept=False)
+                self._random.restore_order(resumed["start"][1])
             made, first = resumed["made"], -resumed["position"]
         self._start.append(self._random.states())
         for number in itertools.count(first):
             if resumed is not None and number == len(made):
-                self._random.restore(**resumed["then"], kept=True)
+                self._random.restore_data(resumed["then"])
             try:
-                indices = self._watch.next(batches)
+                indices = next(batches)
             except StopIteration:
                 return
             if 0 <= number < len(made):
-                self._random.restore(**made[number], kept=True)
+                self._random.restore_data(made[number])
             if number >= 0 and self.makes_here:
                 self._pending.append(self._random.states())
-            before = _drawn_states() if self._is_stream and number == 0 else None
+            if self._data_watch is not None:
+                self._data_watch.begin()
             yield indices
-            if before is not None and before != _drawn_states() and not self._is_warned:
-                self._is_warned = True
-                _warn_of_draws("iterable data", "a data set with __getitem__")
 
     def used(self, number: int) -> None:
-        """The loop has taken ``number`` batches. Logs, once, draws of workers, which a resumed epoch does not have."""
+        """The loop has taken ``number`` batches. Logs, once, draws that a resumed epoch does not have."""
         for _ in range(min(number, len(self._pending))):
             self._pending.popleft()
-        if self._worker_watch is not None:
-            self._worker_watch.warn()
+        if self._data_watch is not None:
+            self._data_watch.warn()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states that a resumed run needs."""
         return {"start": self._start, "made": list(self._pending), "parts": self._random.part_states()}
-
-    @staticmethod
-    def state_of_collator(made: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the state that says of a pass just the process's random states before each batch ``made``."""
-        return {"start": [], "made": [{"process": each, "parts": {}} for each in made], "parts": {}}
 
     def load_state_dict(self, state: dict[str, Any], position: int, process: dict[str, Any]) -> bool:
         """Have the next pass draw as that of ``state`` did, whose first ``position`` batches are skipped.
@@ -306,21 +297,12 @@ class BatchDraws(BatchSampler):
         Return whether it also sets ``process``, the committed states of the generators, when the batches that were made
         before the commit are made again.
         """
-        self._random.restore(state["parts"])
+        self._random.restore_parts(state["parts"])
         if not position or len(state["start"]) == 1:
             return False
         then = {"process": process, "parts": state["parts"]}
         self._resumed = {**state, "position": position, "then": then}
-        return self.makes_here and not self._is_stream
-
-
-def _warn_of_draws(what: str, instead: str) -> None:
-    _log.warning(
-        "%s draw random numbers: a run that is resumed in the middle of an epoch draws others from there on; expected"
-        " %s",
-        what,
-        instead,
-    )
+        return self.makes_here and self._data_watch is None
 
 
 def _drawn_states(parts: Iterable[Any] = ()) -> list[Any]:
@@ -349,9 +331,11 @@ def _state(part: Any) -> Any:
     return copy.deepcopy(part.state_dict())
 
 
-def _set_state(part: Any, state: Any) -> None:
-    for kind, (_, write) in _GENERATORS.items():
-        if isinstance(part, kind):
-            write(part, state)
-            return
-    part.load_state_dict(copy.deepcopy(state))
+def _set_states(parts: dict[str, Any], states: dict[str, Any]) -> None:
+    for name in parts.keys() & states.keys():
+        part, state = parts[name], states[name]
+        writers = [write for kind, (_, write) in _GENERATORS.items() if isinstance(part, kind)]
+        if writers:
+            writers[0](part, state)
+        else:
+            part.load_state_dict(copy.deepcopy(state))

@@ -143,7 +143,8 @@ class TrainerMixin:
     def _run_epoch(self, *arguments: Any, **options: Any) -> None:
         """Go through the data once; not for a run that was resumed at its end."""
         made = self._resumed_facts.pop("made", None)  # all that tiered 0.2.0 committed: what collators drew
-        committed = self._resumed_facts.pop("batches", None) or (made and BatchDraws.state_of_collator(made))
+        older = {"start": [], "made": [{"process": each, "parts": {}} for each in made or ()], "parts": {}}
+        committed = self._resumed_facts.pop("batches", None) or (made and older)
         random = self._resumed_random
         if committed and random and self._draws is not None and not self.args.ignore_data_skip:
             position = options["steps_trained_in_current_epoch"]
