@@ -1,17 +1,16 @@
 """The allocator over a store's files: which aligned ranges are free, and which files to grow.
 
 Pure arithmetic: no I/O and no lock. The store knows the meaning of an extent in use (open, sealed, committed). The free
-list is rebuilt from the catalog at every open and never stored. It is kept in plain sorted lists: a search compares
-O(log n) keys, an insertion among a million ranges moves their pointers in less than a millisecond.
+list is rebuilt from the catalog at every open and never stored.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import numpy as np
+from sortedcontainers import SortedList
 
 from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
@@ -31,14 +30,14 @@ class FreeRanges:
     def __init__(self) -> None:
         self.nbytes = 0
         self._ends: dict[int, int] = {}  # start -> end
-        self._starts: list[int] = []  # ascending
-        self._by_length: list[tuple[int, int]] = []  # length and start, ascending
+        self._starts: SortedList[int] = SortedList()
+        self._by_length: SortedList[tuple[int, int]] = SortedList()  # length and start
 
     def fill(self, starts: Sequence[int], ends: Sequence[int]) -> None:
         """Add many ranges at once, disjoint, and adjacent to none that there is."""
         self._ends.update(zip(starts, ends, strict=True))
-        self._starts = sorted(self._ends)
-        self._by_length = sorted((end - start, start) for start, end in self._ends.items())
+        self._starts = SortedList(self._ends)
+        self._by_length = SortedList((end - start, start) for start, end in self._ends.items())
         self.nbytes += sum(ends) - sum(starts)
 
     def add(self, start: int, end: int) -> None:
@@ -67,10 +66,10 @@ class FreeRanges:
 
     def take_best(self, nbytes: int) -> int | None:
         """Cut ``nbytes`` from the shortest range that has them; return where."""
-        index = bisect_left(self._by_length, (nbytes,))
+        index = self._by_length.bisect_left((nbytes, 0))
         if index == len(self._by_length):
             return None
-        start = self._by_length[index][1]
+        start: int = self._by_length[index][1]
         self.take(start, start + nbytes)
         return start
 
@@ -88,19 +87,19 @@ class FreeRanges:
 
     def _last_before(self, place: int) -> int | None:
         """Return the last start below ``place``."""
-        index = bisect_left(self._starts, place)
+        index = self._starts.bisect_left(place)
         return self._starts[index - 1] if index else None
 
     def _insert(self, start: int, end: int) -> None:
         self._ends[start] = end
-        insort(self._starts, start)
-        insort(self._by_length, (end - start, start))
+        self._starts.add(start)
+        self._by_length.add((end - start, start))
 
     def _remove(self, start: int) -> int:
         """Take the range that begins at ``start`` out; return its end."""
         end = self._ends.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_length[bisect_left(self._by_length, (end - start, start))]
+        self._starts.remove(start)
+        self._by_length.remove((end - start, start))
         return end
 
 
