@@ -42,6 +42,13 @@ def test_the_door_to_hugging_face_is_a_module_that_can_be_imported() -> None:
         from tiered.hf import Callback  # noqa: F401
 
 
+def test_a_module_that_moved_says_where_it_is() -> None:
+    with pytest.raises(
+        UsageError, match=r"tiered\.cli was removed after 0\.2\.0: the command is tiered\.tools\.cli\.main"
+    ):
+        importlib.import_module("tiered.cli")
+
+
 def test_an_argument_says_what_to_use_instead() -> None:
     with pytest.raises(UsageError) as found:
         tiered.hf.Arguments(store="run", micro_batches=True)

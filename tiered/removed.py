@@ -23,6 +23,7 @@ REMOVED = {
     " its activations do not fit",
     "tiered.hf.Arguments(micro_batches=)": "a larger per_device_train_batch_size moves the same bytes in less time,"
     " with activations='swap' where its activations do not fit",
+    "tiered.cli": "the command is tiered.tools.cli.main",
     "tiered.hf.Callback": _TRAINER,
     "tiered.hf.Factory": _TRAINER,
     "tiered import --deepspeed": "docs/deepspeed.md has a table of the configuration's keys and what each becomes",
