@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.store.rig import await_true, beside, read_key, stored, write_key
-from tiered.bytes.arena import Buffer
-from tiered.errors import CapacityError, LeaseError
+from tiered.errors import LeaseError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.store.waiting.recorder import Wait
@@ -51,7 +50,7 @@ def write_part(store: Store) -> None:
     store.write_part("a", 0, torch.zeros(10, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("use", [put, delete, lease, get, read_part, write_part])
+@pytest.mark.parametrize("use", [put, delete, lease, get, read_part, write_part, Store.commit, Store.rollback])
 def test_another_thread_waits_for_the_update(store: Store, keys: list[str], use: Callable[[Store], None]) -> None:
     working_set = store.working_set
     leases = working_set.lease_for_update(keys)
@@ -66,7 +65,7 @@ def test_another_thread_waits_for_the_update(store: Store, keys: list[str], use:
 def test_the_thread_of_the_update_is_refused(store: Store, keys: list[str]) -> None:
     """It would wait for itself: a signal handler, or a hook."""
     leases = store.working_set.lease_for_update(keys)
-    for use in (put, delete, lease, get, read_part, write_part):
+    for use in (put, delete, lease, get, read_part, write_part, Store.commit, Store.rollback):
         with pytest.raises(LeaseError, match="'a'"):
             use(store)
     store.working_set.end_update(leases)
@@ -93,28 +92,6 @@ def test_all_are_leased_or_none(store: Store, keys: list[str], index: int) -> No
         working_set.lease_for_update([*keys, "unknown"])
     working_set.end_update(working_set.lease_for_update(keys))
     assert [read_key(working_set, key) for key in keys] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-def test_a_tensor_that_cannot_be_made_ends_all(
-    monkeypatch: pytest.MonkeyPatch, store: Store, keys: list[str], number: int
-) -> None:
-    working_set, alias, num_made = store.working_set, Buffer.alias, 0
-
-    def failing(self: Buffer, *args: object) -> object:
-        nonlocal num_made
-        num_made += 1
-        if num_made == number:
-            raise CapacityError("no more")
-        return alias(self, *args)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patch, pytest.raises(CapacityError):
-        patch.setattr(Buffer, "alias", failing)
-        working_set.lease_for_update(keys)
-    for key in keys:
-        write_key(working_set, key, PAGE, 5)
-        assert read_key(working_set, key) == 5
-    assert working_set.statistics().orphan_bytes == 0
 
 
 def test_leases_that_changed_nothing_when_another_was_refused_leave_nothing_to_write(

@@ -32,6 +32,7 @@ from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.transfers.transfer import Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.window import OnDone, Window
+from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.recorder import Wait
@@ -160,7 +161,8 @@ class Committer:
                 if self._working_set.sealed is not None:  # another thread's; it came first
                     continue
                 begun = self._working_set.recorder.begin(on_device=False)
-                self._refuse_writers("commit", lingering=True)
+                if self._refuse_writers("commit", lingering=True):
+                    continue
                 if self._external.device is not None and not are_known(self._working_set, known):
                     continue  # adopted meanwhile
                 missing = self._take_targets()
@@ -194,7 +196,8 @@ class Committer:
         keys = producer.pending_keys()  # order: without the lock
         with self._condition:
             self._working_set.catch_up()
-            self._refuse_writers("commit", lingering=True, but=keys)
+            while self._refuse_writers("commit", lingering=True, but=keys):
+                pass
             generation = self._working_set.open_generation
             self._working_set.announce_seal(producer, generation)
         return generation if self._working_set.hand_over_seal(seal) else 0
@@ -238,23 +241,32 @@ class Committer:
             while True:
                 self._working_set.drain()
                 self._working_set.refuse()
-                self._refuse_writers("rollback", lingering=False)
+                if self._refuse_writers("rollback", lingering=False):
+                    continue
                 busy = next((entry for entry in self._working_set.unsealed() if not entry.is_settled), None)
                 if busy is None:
                     break
                 self._working_set.wait_for_entry(busy, deadline)
             self._working_set.roll_back()
 
-    def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> None:
-        held = [(entry.name, entry.residence) for entry in self._working_set.unsealed() if entry.residence is not None]
-        writers = [name for name, residence in held if (residence.writers if lingering else residence.open_writers)]
-        leased = [name for name in writers if name not in but]
+    def _refuse_writers(self, operation: str, *, lingering: bool, but: Collection[str] = ()) -> bool:
+        """Raise LeaseError for a key that is leased for writing; return whether another thread's update has ended."""
+        held = [(entry, entry.residence) for entry in self._working_set.unsealed() if entry.name not in but]
+        leased = []
+        for entry, residence in held:
+            if residence is None or not (residence.writers if lingering else residence.open_writers):
+                continue
+            if residence.updater not in (None, this_thread()):
+                self._working_set.wait_for_entry(entry, Deadline(operation, self._working_set.deadline_s))
+                return True
+            leased.append(entry.name)
         if leased:
             names = ", ".join(map(repr, leased[:5])) + (", ..." if len(leased) > 5 else "")
             raise LeaseError(
                 f"{operation} while {names} {'is' if len(leased) == 1 else 'are'} leased for writing, or tensors of "
                 "such a lease are alive; release them first"
             )
+        return False
 
     def _take_targets(self) -> int:
         """Give every changed entry that has not landed the extents for it; return how many bytes are missing."""
