@@ -73,7 +73,11 @@ class Resources:
             return  # nothing of it is the child's to close
         is_idle = self._can_wait() and self._has_committed()  # else a thread may still write
         if is_idle:
-            self._give_back_uncommitted()
+            self._working_set.report_dropped()
+            try:
+                self.give_back()
+            except TieredError as error:
+                _log.error("the store %s was not closed, and could not be: %s", self.name, error)
         fate = "" if is_idle else ", and its directories stay locked until the process ends"
         warnings.warn(
             f"the store {self.name} was not closed: nothing is committed by that{fate}; close it, as in with"
@@ -89,13 +93,6 @@ class Resources:
             return True
         sealed.thread.join(self._working_set.deadline_s)
         return not sealed.thread.is_alive()
-
-    def _give_back_uncommitted(self) -> None:
-        self._working_set.report_dropped()
-        try:
-            self.give_back()
-        except TieredError as error:
-            _log.error("the store %s was not closed, and could not be: %s", self.name, error)
 
     def _can_wait(self) -> bool:
         """Whether the calling thread may wait for others, which a finalizer that interrupted them must not."""

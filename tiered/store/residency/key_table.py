@@ -23,7 +23,7 @@ from tiered.store.residency.paged_rows import PageChange, PagedRows, Pages, Read
 from tiered.store.space.space import Readers
 from tiered.units import format_bytes
 
-__all__ = ["Extents", "KeyTable", "Sealed"]
+__all__ = ["Extents", "KeyTable", "Sealed", "new_row"]
 
 
 class Sealed:
@@ -297,10 +297,7 @@ class KeyTable(PagedRows):
         """Return the row, yet without digests, for bytes about to be written to ``extents``."""
         # Order: pending bytes are the sealed generation's, all others the open one's.
         generation, spec = self.generation if entry.is_pending else self.open_generation, entry.spec
-        return Row(
-            key_id=entry.key_id, name=entry.name, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes,
-            generation=generation, extents=extents, digests=b"", inline=None, block_nbytes=spec.block_nbytes,
-        )  # fmt: skip
+        return new_row(entry.key_id, entry.name, spec, generation, extents)
 
     def inline_row(self, entry: Entry, content: bytes) -> Row:
         """Return the row of an inline entry."""
@@ -495,6 +492,14 @@ class KeyTable(PagedRows):
         if entry.committed is None:
             entry.state = EntryState.UNDEFINED
             del self.entries[entry.name]
+
+
+def new_row(key_id: int, key: str, spec: Spec, generation: int, extents: Extents, digests: bytes = b"") -> Row:
+    """Return the row of a tensor that is written to ``extents``."""
+    return Row(
+        key_id=key_id, name=key, dtype=spec.dtype_name, shape=spec.shape, nbytes=spec.nbytes, generation=generation,
+        extents=extents, digests=digests, inline=None, block_nbytes=spec.block_nbytes,
+    )  # fmt: skip
 
 
 def _freed_nbytes(committed: Row | None, parts: BlockWrites | None) -> int:

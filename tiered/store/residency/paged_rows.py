@@ -109,9 +109,6 @@ class Pages:
         """Note that the catalog has all pages of this version."""
         self.changed, self._own = {}, {}
 
-    def __repr__(self) -> str:
-        return f"<Pages version {self.version}, {len(self._own)} in memory, {len(self.changed)} to be written>"
-
 
 def places_of(page: Page, block_nbytes: int, runs: Iterable[range]) -> Iterator[tuple[Extent, ...]]:
     """Yield where each of ``runs``, ascending ranges of blocks of ``page``, lies; the last one with what is behind."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
 
 import torch
@@ -134,8 +134,6 @@ class Residency(MemoryWait):
         Raises LeaseError when the key is leased for writing.
         """
         spec = Spec(dtype, (nbytes // dtype.itemsize,) if shape is None else tuple(shape))
-        if spec.nbytes != nbytes:
-            raise ValueError(f"create({key!r}): expected {spec.nbytes} bytes for {spec.shape} of {dtype}, got {nbytes}")
         if not is_kept(dtype):
             raise TypeError(f"create({key!r}): {dtype} is no dtype of dense tensors; expected torch.uint8")
         if len(spec.shape) > MAX_NUM_DIMS:
@@ -268,25 +266,23 @@ class Residency(MemoryWait):
 
     # Below: the grant of a lease
 
-    def obtain(
-        self, key: str, mode: str, *, swaps_in: Callable[[Entry], bool] | None = None, is_brief: bool = False
-    ) -> Granted:
+    def obtain(self, key: str, mode: str, *, most_nbytes: int | None = None, is_brief: bool = False) -> Granted:
         """Return a lease, its spec, and the claimed residence it must copy, if any; the tensor is the caller's to make.
 
-        Blocks. With ``swaps_in`` the lease is brief, as with ``is_brief``: see ``Eviction._open_lease``. Each turn of
-        the loop finds the entry anew, under the lock, in one of these cases:
+        Blocks. ``is_brief``: see ``Eviction._open_lease``. ``most_nbytes`` are the most that are swapped in. Each turn
+        of the loop finds the entry anew, under the lock, in one of these cases:
 
         1. There is no such key, a lease is in the way, or the bytes were never written: raise.
         2. A seal is pending that must not contain the write: wait for the seal.
         3. A transfer, a seal or another thread's update uses the bytes: wait, or start the read that nobody started.
         4. The bytes are in DRAM, and the lease can be granted on them: return it.
-        5. The bytes are only on NVMe, and ``swaps_in(entry)`` is false, or this call's read has failed: raise.
+        5. The bytes are only on NVMe, and more than ``most_nbytes``, or this call's read has failed: raise.
         6. The lease needs memory, and there is none: make room.
         7. The lease needs memory alone, because it defines the bytes or must not write over a reader's: return it.
         8. The bytes are only on NVMe, and there is memory: claim the memory, and start the read.
         """
         deadline = Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s)
-        is_writer, is_brief = mode != "r", is_brief or swaps_in is not None
+        is_writer = mode != "r"
         reading: Transfer | None = None  # the swap in that this call has started
         claim: Residence | None = None  # the residence it reads into: not to be evicted before it is leased here
         try:
@@ -307,7 +303,7 @@ class Residency(MemoryWait):
                         self.unclaim(claim)  # the key was replaced, or the read has failed
                         claim = None
                     if needs is LeaseNeeds.SWAP_IN:
-                        _refuse_swap_in(entry, reading, swaps_in)  # case 5
+                        _refuse_swap_in(entry, reading, most_nbytes)  # case 5
                     if needs in (LeaseNeeds.BUFFER, LeaseNeeds.SWAP_IN):
                         buffer = self.allocate_nowait(self.space.round_up(entry.nbytes), is_held=entry.held)
                     if needs is LeaseNeeds.NOTHING or (needs is LeaseNeeds.BUFFER and buffer is not None):
@@ -552,9 +548,9 @@ class Residency(MemoryWait):
                 self.await_seal()
 
 
-def _refuse_swap_in(entry: Entry, reading: Transfer | None, swaps_in: Callable[[Entry], bool] | None) -> None:
+def _refuse_swap_in(entry: Entry, reading: Transfer | None, most_nbytes: int | None) -> None:
     """Raise where the bytes of ``entry`` were read in vain, or are to be read past DRAM."""
     if reading is not None and reading.error is not None:
         raise reading.error
-    if swaps_in is not None and not swaps_in(entry):
+    if most_nbytes is not None and entry.nbytes > most_nbytes:
         raise ReadPastError

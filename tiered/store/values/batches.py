@@ -26,9 +26,10 @@ from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
 from tiered.store.residency.entry import EntryState
+from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import submit_all
-from tiered.store.values.streaming import give_back, install, new_row, take_extents
+from tiered.store.values.streaming import give_back, install, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import LARGE_NBYTES, Values
 from tiered.store.values.window import OnDone, Window, WindowJob
@@ -72,7 +73,20 @@ class _Batch:
         self._devices = devices
         self._on_done = on_done
         self._lock = threading.Lock()
-        self._operations = [(extent.device, self._operation(extent, memory, io_class)) for extent, memory in pieces]
+        self._operations = [
+            (
+                extent.device,
+                Operation(
+                    is_write=self.is_write,
+                    file=extent.file,
+                    offset=extent.offset,
+                    memory=memory,
+                    io_class=io_class,
+                    on_done=self._piece_done,
+                ),
+            )
+            for extent, memory in pieces
+        ]
         self._num_left = len(self._operations)
 
     def start(self) -> None:
@@ -81,16 +95,6 @@ class _Batch:
         submit_all(self._devices, operations)
         if not operations:
             self._on_done(self)
-
-    def _operation(self, extent: Extent, memory: memoryview, io_class: IOClass) -> Operation:
-        return Operation(
-            is_write=self.is_write,
-            file=extent.file,
-            offset=extent.offset,
-            memory=memory,
-            io_class=io_class,
-            on_done=self._piece_done,
-        )
 
     def _piece_done(self, operation: Operation) -> None:
         with self._lock:

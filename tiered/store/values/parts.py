@@ -400,7 +400,7 @@ class PartValues:
                 flat_of(result).copy_(torch.frombuffer(memory, dtype=torch.uint8))
             return result
 
-        return read_resident(self._working_set, key, copy, lambda _: False)
+        return read_resident(self._working_set, key, copy, 0)
 
     def _read_row(self, window: Window, row: Row, start: int, flat: torch.Tensor) -> None:
         """Read the bytes of ``row`` from ``start`` on into ``flat``, by the blocks that they are in."""

@@ -19,6 +19,7 @@ from tiered.bytes.host_tensor import copy_contiguous
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
 from tiered.store.format.row import Extent, Row, Spec, part_of
+from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Space
@@ -29,7 +30,7 @@ from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up
 
 __all__ = [
-    "StreamedValues", "VerifyReport", "give_back", "install", "new_row", "slab_jobs", "slab_transfer", "take_extents",
+    "StreamedValues", "VerifyReport", "give_back", "install", "slab_jobs", "slab_transfer", "take_extents",
 ]  # fmt: skip
 
 
@@ -204,24 +205,6 @@ def take_extents(
             if extents is not None:
                 return extents, working_set.open_generation, working_set.new_key_ids(len(names))
         working_set.grow(Shortage(working_set.space.round_up(nbytes), scratch))
-
-
-def new_row(
-    key_id: int, key: str, spec: Spec, generation: int, extents: tuple[Extent, ...], digests: bytes = b""
-) -> Row:
-    """Return the row of a tensor that is written to extents, and under a key id, of its own."""
-    return Row(
-        key_id=key_id,
-        name=key,
-        dtype=spec.dtype_name,
-        shape=spec.shape,
-        nbytes=spec.nbytes,
-        generation=generation,
-        extents=extents,
-        digests=digests,
-        inline=None,
-        block_nbytes=spec.block_nbytes,
-    )
 
 
 def install(working_set: Residency, rows: deque[Row], number: int, *, scratch: bool) -> None:

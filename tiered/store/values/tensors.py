@@ -13,7 +13,6 @@ from tiered.bytes.host_tensor import empty_aligned
 from tiered.errors import CapacityError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
-from tiered.store.residency.entry import Entry
 from tiered.store.residency.lease_view import EndedView, is_read_only
 from tiered.store.residency.residency import Residency
 from tiered.store.waiting.calling_thread import refuse_modes
@@ -111,14 +110,12 @@ def flat_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def read_resident(
-    working_set: Residency, key: str, copy: Callable[[Spec, Buffer], _T], swaps_in: Callable[[Entry], bool]
-) -> _T:
+def read_resident(working_set: Residency, key: str, copy: Callable[[Spec, Buffer], _T], most_nbytes: int) -> _T:
     """Return ``copy(spec, buffer)`` of the bytes of ``key``, under a brief lease for reading; blocks.
 
-    Bytes that are on the device alone are swapped in where ``swaps_in(entry)``. Else raises ReadPastError.
+    Of bytes that are on the device alone at most ``most_nbytes`` are swapped in. Raises ReadPastError for more.
     """
-    alias, spec, _ = working_set.obtain(key, "r", swaps_in=swaps_in)
+    alias, spec, _ = working_set.obtain(key, "r", most_nbytes=most_nbytes, is_brief=True)
     try:
         return copy(spec, alias.residence.buffer)
     finally:

@@ -146,7 +146,7 @@ class Values:
                 if row is not None:
                     return self._get_past(row, make)
                 with contextlib.suppress(ReadPastError):  # the key has become another, or has left DRAM: look again
-                    return read_resident(self.working_set, key, copy, self._swaps_in)
+                    return read_resident(self.working_set, key, copy, self._most_resident_nbytes)
 
     def _row_past(self, key: str) -> Row | None:
         """Return the row to read past the arena: inline, or to be streamed and then with a stream begun. KeyError."""
@@ -180,10 +180,6 @@ class Values:
             raise
         self._streams.get(row, flat_of(result))
         return result
-
-    def _swaps_in(self, entry: Entry) -> bool:
-        """Whether a get brings the bytes of ``entry``, which only the device has, into DRAM."""
-        return entry.row is not None and entry.row.inline is None and entry.nbytes <= self._most_resident_nbytes
 
 
 def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
