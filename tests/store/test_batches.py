@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 
 from tests.devices.faults import Fault, FaultsDevice
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import WAIT_S, GatedDevice, assert_holds, numbers, simulated_store
+from tests.store.rig import GatedDevice, assert_holds, numbers, simulated_store
 from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CorruptionError, DeviceError, LeaseError
 from tiered.store.store import Store
@@ -252,37 +251,3 @@ def test_damage_in_a_batch_is_named_and_the_rest_unharmed(tmp_path: Path) -> Non
         found = store.get_many(values)
         assert all(torch.equal(found[name], value) for name, value in values.items())
         assert store.statistics().working_set.arena_bytes == 0
-
-
-def test_readers_and_writers_at_once_see_whole_tensors(store: Store) -> None:
-    names = [f"k{i}" for i in range(200)]
-    store.put_many((name, torch.zeros(4096, dtype=torch.uint8)) for name in names)
-    failures: list[object] = []
-
-    def put(start: int) -> None:
-        try:
-            for value in range(start, start + 8):
-                store.put_many((name, torch.full((4096,), value, dtype=torch.uint8)) for name in names)
-        except Exception as error:
-            failures.append(error)
-
-    def read() -> None:
-        try:
-            for _ in range(12):
-                failures.extend(name for name, t in store.get_many(names).items() if t.unique().numel() != 1)
-        except Exception as error:
-            failures.append(error)
-
-    def commit() -> None:
-        for _ in range(6):
-            store.commit()
-
-    threads = [threading.Thread(target=put, args=(start,)) for start in (1, 100)]
-    threads += [threading.Thread(target=read), threading.Thread(target=commit)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not failures
-    assert {int(store[name][0]) for name in names} <= {8, 107}
-    assert store.verify().is_clean

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +16,9 @@ from tests.store.rig import (
     await_true,
     beside,
     numbers,
-    read_key,
     simulated_store,
     stored,
-    write_key,
 )
-from tiered.bytes.arena import Arena
 from tiered.bytes.device.base import Operation
 from tiered.errors import ClosedError, LeaseError
 from tiered.store.residency.entry import Granted
@@ -33,85 +27,6 @@ from tiered.store.values.streaming import VerifyReport
 from tiered.units import KiB, MiB
 
 PAGE = 4 * KiB
-SIZES = (10, 1000, 5000, 100_000, 400_000, 900_000)  # int32: inline to streamed, of a budget of 8 MiB
-
-
-class Worker:
-    """Works on keys of its own and knows what they must hold."""
-
-    def __init__(self, store: Store, number: int, *, scale: int) -> None:
-        self.store = store
-        self.scale = scale  # of sizes, and of the budget they are for
-        self.number = number
-        self.rng = random.Random(number)
-        self.values: dict[str, torch.Tensor] = {}
-
-    def run(self, num_actions: int) -> None:
-        actions = (self.put, self.put, self.write, self.read, self.delete, self.hint, self.copy_on_write)
-        for _ in range(num_actions):
-            self.rng.choice(actions)(f"{self.number}/{self.rng.randrange(6)}")
-
-    def put(self, key: str) -> None:
-        value = torch.full((self.rng.choice(SIZES) * self.scale,), self.rng.getrandbits(30), dtype=torch.int32)
-        self.store[key] = self.values[key] = value
-
-    def write(self, key: str) -> None:
-        if key in self.values and self.values[key].nbytes <= self.scale * MiB:
-            with self.store.lease(key, "rw") as view:
-                view.add_(1)
-            self.values[key] = self.values[key] + 1
-
-    def read(self, key: str) -> None:
-        assert key not in self.values or torch.equal(self.store[key], self.values[key])
-
-    def delete(self, key: str) -> None:
-        if key in self.values and self.rng.random() < 0.3:
-            del self.store[key]
-            del self.values[key]
-
-    def hint(self, key: str) -> None:
-        self.store.prefetch(self.values)
-        self.store.working_set.swap_out(list(self.values)[:2])
-
-    def copy_on_write(self, key: str) -> None:
-        if key not in self.values or self.values[key].nbytes > self.scale * MiB:
-            return
-        lease = self.store.working_set.lease(key, "r")
-        alias = lease.tensor[:1]
-        lease.release()
-        lease = self.store.working_set.lease(key, "rw")
-        lease.tensor.add_(1)
-        lease.release()
-        assert alias[0] == self.values[key][0], f"{key} changed under a reader"
-        self.values[key] = self.values[key] + 1
-
-
-@pytest.mark.parametrize(("durable", "scale"), [(True, 1), (False, 1), (True, 8)])
-def test_workers_commits_and_verify_do_not_disturb_each_other(tmp_path: Path, durable: bool, scale: int) -> None:
-    budget = scale * 8 * MiB  # in the larger one digests have threads of their own, and puts are written through
-    store = Store(tmp_path / "run", durable=durable, _arena=Arena(budget, reuse=False))
-    workers = [Worker(store, number, scale=scale) for number in range(4)]
-
-    def commit() -> None:
-        for i in range(15):
-            try:
-                store.commit({"i": i}, wait=i % 2 == 0)
-            except LeaseError:  # a worker is in the middle of a write
-                pass
-            assert store.verify().is_clean
-
-    works = [functools.partial(worker.run, 120 // scale) for worker in workers]
-    with beside(*works, *([commit] if durable else [])):
-        pass
-    expected = {key: value for worker in workers for key, value in worker.values.items()}
-    assert set(store) == set(expected)
-    assert all(torch.equal(store[key], value) for key, value in expected.items())
-    assert store.working_set.statistics().peak_bytes <= budget
-    store.close()
-    if durable:
-        with Store(tmp_path / "run", dram=budget) as store:
-            assert set(store) == set(expected)
-            assert all(torch.equal(store[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("commit", [True, False])
@@ -160,19 +75,6 @@ def test_a_get_in_another_thread_keeps_nobody_from_writing(store: Store) -> None
         is_over.set()
     assert set(found) <= {1}
     assert int(store["a"].unique()) == 49
-
-
-def test_a_writer_copies_what_a_brief_lease_reads(gated: GatedStore) -> None:
-    working_set = gated.store.working_set
-    write_key(working_set, "a", PAGE, 1)
-    reading, _, _ = working_set.obtain("a", "r", swaps_in=lambda _: True)
-    write_key_again = working_set.lease("a", "rw")
-    write_key_again.tensor.add_(1)
-    assert write_key_again.release()
-    assert set(reading.residence.buffer.memory[:PAGE]) == {1}
-    working_set.end_brief(reading)
-    assert read_key(working_set, "a") == 2
-    assert working_set.statistics().orphan_bytes == 0
 
 
 READS: dict[str, Callable[[Store], torch.Tensor]] = {

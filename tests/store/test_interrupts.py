@@ -252,27 +252,3 @@ def test_no_line_of_python_lies_between_the_lock_and_its_block() -> None:
         with condition:
             pass
     assert not places.number
-
-
-def test_interrupts_by_signals_never_keep_the_lock() -> None:
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    condition, num_interrupts = Condition(), 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for i in range(1000):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i % 50 * 1e-6)
-                for _ in range(1000):
-                    with condition:
-                        condition.notify_all()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                num_interrupts += 1
-            assert condition.acquire(blocking=False)
-            condition.release()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert num_interrupts

@@ -37,25 +37,6 @@ def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: Residency
     assert lease.release()
 
 
-@pytest.mark.parametrize(("nbytes", "shape"), [(0, (0, 5)), (4, ()), (4, (1,)), (40_000, (100, 100))])
-def test_odd_shapes_can_be_leased_and_come_back_from_the_device(
-    working_set: Residency, nbytes: int, shape: tuple[int, ...]
-) -> None:
-    working_set.create("a", nbytes, dtype=torch.float32, shape=shape)
-    lease = working_set.lease("a", "w")
-    lease.tensor.fill_(7)
-    assert lease.release()
-    stored(working_set, "a")
-    lease = working_set.lease("a", "r")
-    assert torch.equal(lease.tensor, torch.full(shape, 7.0))
-    assert lease.release()
-
-
-def test_bytes_that_do_not_fit_the_shape_are_refused(working_set: Residency) -> None:
-    with pytest.raises(ValueError, match="expected 24 bytes"):
-        working_set.create("a", 23, dtype=torch.float32, shape=(2, 3))
-
-
 def test_an_unknown_mode_is_refused(working_set: Residency) -> None:
     with pytest.raises(ValueError, match="expected mode"):
         working_set.lease("a", "x")

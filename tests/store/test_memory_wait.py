@@ -15,7 +15,7 @@ import torch
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.interrupts import in_ours
 from tests.store.rig import WAIT_S, await_true, beside, simulated_store, write_key
-from tiered.errors import CapacityError, DeadlineError
+from tiered.errors import CapacityError
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
@@ -102,20 +102,6 @@ def test_a_starved_caller_keeps_no_other_thread_waiting_for_ever() -> None:
                 while held:
                     held.pop().release()
         assert not is_starved()
-
-
-def test_nothing_is_left_of_a_caller_that_gave_up() -> None:
-    with simulated_store(deadline_s=0.4) as store:
-        working_set = store.working_set
-        fill(working_set)
-        held = [working_set.lease(f"small {index}", "r") for index in range(3)]
-        with pytest.raises(DeadlineError, match="did not happen within"), beside(lambda: lease(working_set)):
-            pass
-        while held:
-            held.pop().release()
-        lease(working_set)
-        with pytest.raises(CapacityError):
-            working_set.reserve(1 * MiB)
 
 
 @pytest.mark.parametrize("num_waiting", [1, 3])

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import beside, numbers, simulated_store
+from tests.store.rig import numbers, simulated_store
 from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
-from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import ClosedError, UsageError
 from tiered.store.residency.eviction import LeastRecentlyUsed
 from tiered.store.store import Store
@@ -141,29 +140,6 @@ def test_a_lease_that_a_finalizer_ends_inside_a_call_is_ended_by_the_next() -> N
         store.commit()
 
 
-def test_a_signal_handler_inside_a_submission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with no_hang(), Store(tmp_path / "store", dram="8MiB", engine="threads") as store:
-        refusals: list[UsageError] = []
-        device = store._parts.devices[0]
-        assert isinstance(device, FileDevice)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            with pytest.raises(UsageError, match="set a flag there") as caught:
-                store.commit()
-            refusals.append(caught.value)
-
-        def wake() -> None:
-            if threading.current_thread() is threading.main_thread() and not refusals:
-                signal.raise_signal(signal.SIGVTALRM)
-            type(device)._wake(device)
-
-        monkeypatch.setattr(device, "_wake", wake)
-        with handled(signal.SIGVTALRM, handle):
-            store["a"] = numbers(12 * KiB)
-            store.working_set.swap_out(["a"])
-        assert refusals
-
-
 def test_a_finalizer_in_a_thread_of_tiered_is_refused() -> None:
     refusals: list[UsageError] = []
 
@@ -177,22 +153,6 @@ def test_a_finalizer_in_a_thread_of_tiered_is_refused() -> None:
         thread.start()
         thread.join()
         assert len(refusals) == 1
-
-
-def test_another_thread_that_is_inside_is_waited_for() -> None:
-    is_inside, is_over = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with store._condition:
-            is_inside.set()
-            is_over.wait(20)
-
-    with simulated_store() as store:
-        with beside(stay):
-            is_inside.wait()
-            with beside(store.commit):
-                is_over.set()
-        assert store.generation == 1
 
 
 def test_every_thread_that_completes_io_is_a_service_thread(tmp_path: Path) -> None:

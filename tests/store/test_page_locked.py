@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import random
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,11 +66,6 @@ def test_a_store_without_device_memory_serves_no_accelerator(
 ) -> None:
     with Store(engine="memory", dram="8MiB", device_memory=device_memory) as store:
         assert store.device_memory == 0 and type(store._parts.arena) is Arena
-
-
-def test_without_an_accelerator_nothing_is_page_locked() -> None:
-    with Store(engine="memory", dram="8MiB") as store:
-        assert store.device_memory is None and type(store._parts.arena) is Arena
 
 
 def test_an_accelerator_without_a_registrar_is_one_warning(
@@ -137,15 +131,6 @@ def test_leases_between_free_bytes_are_a_capacity_error_that_says_scattered(work
     held.pop().release()
 
 
-def test_a_budget_that_is_too_small_is_no_scattered_one(working_set: Residency) -> None:
-    held = [working_set.lease(key, "r") for key in QUARTERS[:3]]
-    with pytest.raises(CapacityError) as raised:
-        working_set.reserve(8 * PAGE)
-    assert "scattered" not in str(raised.value)
-    for lease in held:
-        lease.release()
-
-
 def test_no_more_is_evicted_than_is_in_the_way(working_set: Residency) -> None:
     """The two oldest do not touch: one more goes, and not all of them."""
     read_key(working_set, QUARTERS[1])
@@ -161,26 +146,6 @@ def test_dirty_keys_between_free_bytes_are_written_and_evicted(working_set: Resi
     working_set.unreserve(working_set.reserve(12 * PAGE))
     assert len(resident(working_set)) <= 1
     assert [read_key(working_set, key) for key in QUARTERS] == [1] * 4
-
-
-def test_a_caller_waits_for_the_lease_between_free_bytes(working_set: Residency) -> None:
-    has_it, may_go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        lease = working_set.lease(QUARTERS[1], "r")
-        has_it.set()
-        assert may_go.wait(WAIT_S)
-        lease.release()
-
-    def let_go() -> None:
-        await_true(lambda: working_set.num_waiting == 1)
-        may_go.set()
-
-    mine = working_set.lease(QUARTERS[3], "r")
-    with beside(hold, let_go):
-        assert has_it.wait(WAIT_S)
-        working_set.unreserve(working_set.reserve(8 * PAGE))
-        mine.release()
 
 
 class Keeping:
@@ -208,32 +173,6 @@ def test_a_prefetch_evicts_only_what_the_policy_offers(working_set: Residency) -
     policy.names = (QUARTERS[3],)
     assert working_set.prefetch(["half"]) == 8 * PAGE
     assert resident(working_set) == [1] and read_key(working_set, "half") == 2
-
-
-@pytest.mark.parametrize("num_pages", [40, 90])
-def test_a_steady_load_evicts_no_more_than_in_a_plain_arena(num_pages: int) -> None:
-    counts: list[int] = []
-    for arena in (Arena(num_pages * PAGE), arena_of(num_pages)):
-        with store_of(arena) as store:
-            working_set = store.working_set
-            sizes = [5 * PAGE if index % 3 else 8 * PAGE for index in range(9)]
-            buckets = [(index, part) for index in range(9) for part in range(3)]
-            keys = {f"unit {index}": size for index, size in enumerate(sizes)}
-            keys |= {f"bucket {index}/{part}": 2 * PAGE for index, part in buckets}
-            for key, nbytes in keys.items():
-                write_key(working_set, key, nbytes, 1)
-            store.commit()
-            for step in range(6):
-                if step == 3:
-                    before = working_set.statistics().num_evictions
-                for index in range(9):
-                    read_key(working_set, f"unit {index}")
-                for index in reversed(range(9)):
-                    read_key(working_set, f"unit {index}")
-                    for part in range(3):
-                        read_key(working_set, f"bucket {index}/{part}")
-            counts.append(working_set.statistics().num_evictions - before)
-    assert counts[1] <= counts[0] and counts[0], counts
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -130,20 +130,6 @@ def test_a_lease_that_waits_for_bytes_waits_for_a_demand_read(gated: GatedStore)
     assert after.recorder.moved == (MovedStatistics("other", 2 * PAGE, 2 * PAGE),)
 
 
-def test_a_second_commit_waits_for_the_first(gated: GatedStore) -> None:
-    gated.store["a"] = torch.arange(1000)
-    gated.catalog.may_apply.clear()
-    gated.store.commit(wait=False)
-    assert gated.catalog.reached.wait(WAIT_S)
-    thread = threading.Thread(target=gated.store.wait_for_commit)
-    thread.start()
-    assert "commit" not in gated.store.statistics().recorder.waits_of(CALLER)
-    gated.catalog.may_apply.set()
-    gated.store.wait_for_commit()
-    thread.join(WAIT_S)
-    assert gated.store.statistics().recorder.seconds_of("commit") > 0
-
-
 def test_more_than_the_budget_waits_for_write_back_and_reads() -> None:
     with simulated_store(budget_nbytes=16 * PAGE) as store:
         working_set = store.working_set

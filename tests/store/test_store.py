@@ -8,7 +8,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -61,18 +60,6 @@ def test_keys_are_text(store: Store, key: object) -> None:
     ):
         with pytest.raises(TypeError, match="str"):
             call()
-
-
-@pytest.mark.parametrize("key", ["", "../x", "/etc/passwd", "n\0l", "ü", "\ud800", "k" * 10_000, "a b\n"])
-def test_any_text_is_a_key_and_no_path(tmp_path: Path, key: str) -> None:
-    with Store(tmp_path / "run", dram="16MiB") as store:
-        store[key] = numbers(5000)
-    with Store(tmp_path / "run", dram="16MiB", mode="r") as store:
-        assert list(store) == [key]
-        assert torch.equal(store[key], numbers(5000))
-    assert sorted(os.listdir(tmp_path)) == ["run"]
-    names = set(os.listdir(tmp_path / "run"))
-    assert names == {"catalog.db", "catalog.db-journal", "data-000", "identity", "ledger", "lock"}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -71,17 +71,6 @@ def test_a_failed_read_ahead_lets_the_next_ones_go(gated: GatedStore) -> None:
     assert all(map(gated.store.working_set.is_resident, KEYS))
 
 
-def test_a_key_whose_read_is_in_line_can_be_replaced_and_rolled_back(gated: GatedStore) -> None:
-    store = gated.store
-    store.commit()
-    store.prefetch(KEYS)
-    with beside(lambda: store.__setitem__("k7", numbers(NBYTES, 70))):
-        gated.device.open()
-    assert torch.equal(store["k7"], numbers(NBYTES, 70))
-    store.rollback()
-    assert torch.equal(store["k7"], numbers(NBYTES, 7))
-
-
 def test_a_store_closes_with_reads_in_line(gated: GatedStore) -> None:
     gated.store.commit()
     gated.store.prefetch(KEYS)

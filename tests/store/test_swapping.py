@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 
-from tests.store.rig import WAIT_S, GatedStore, beside, read_key, simulated_store, stored, write_key
+from tests.store.rig import WAIT_S, GatedStore, beside, read_key, stored, write_key
 from tiered.bytes.device.base import IOClass
 from tiered.errors import (
     DeadlineError,
@@ -185,17 +184,3 @@ def test_waiting_for_memory_ends_with_the_deadline() -> None:
         gated.store.working_set.reserve(10 * PAGE)
     gated.device.open()
     gated.close()
-
-
-def test_a_claimed_tensor_is_not_evicted_before_its_caller_has_it() -> None:
-    # Four threads want two tensors at a time out of a budget of two: each read must reach its caller.
-    with simulated_store(budget_nbytes=BUDGET) as store:
-        for i in range(8):
-            write_key(store.working_set, f"k{i}", 8 * PAGE, i)
-
-        def work(start: int) -> None:
-            for i in range(60):
-                assert read_key(store.working_set, f"k{(start + i) % 8}") == (start + i) % 8
-
-        with beside(*(functools.partial(work, start) for start in range(4))):
-            pass

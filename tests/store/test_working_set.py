@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Mapping
 
 import pytest
 import torch
@@ -66,28 +65,6 @@ def test_what_was_swapped_out_by_hint_goes_first(working_set: Residency) -> None
         read_key(working_set, key)
     working_set.swap_out(["d"])
     working_set.unreserve(working_set.reserve(4 * PAGE))
-    assert [key for key in "abcd" if working_set.is_resident(key)] == ["a", "b", "c"]
-
-
-class _Stubborn:
-    """Evicts the largest name, and nothing for a prefetch of "x"."""
-
-    def victim(self, evictable: Mapping[str, int], incoming: str | None) -> str | None:
-        assert all(nbytes == 4 * PAGE for nbytes in evictable.values())
-        return None if incoming == "x" else max(evictable, default=None)
-
-    def is_worth_waiting(self, victim: str, leaving: Iterable[str]) -> bool:
-        return False
-
-
-def test_a_policy_chooses_the_victim_and_may_refuse_a_prefetch(working_set: Residency) -> None:
-    for key in "abcdx":
-        write_key(working_set, key, 4 * PAGE, 1)
-    stored(working_set, *"abcdx")
-    working_set.set_policy(_Stubborn())
-    assert working_set.prefetch("abcd") == 16 * PAGE
-    assert working_set.prefetch("x") == 0
-    assert read_key(working_set, "x") == 1
     assert [key for key in "abcd" if working_set.is_resident(key)] == ["a", "b", "c"]
 
 
@@ -279,16 +256,6 @@ def test_what_lingers_in_a_cycle_of_references_is_collected_for_want_of_room(wor
         working_set.unreserve(working_set.reserve(8 * PAGE))
     finally:
         gc.enable()
-
-
-def test_reserved_bytes_count_and_come_back(working_set: Residency) -> None:
-    buffer = working_set.reserve(5 * PAGE - 1)
-    assert buffer.nbytes == 5 * PAGE
-    assert working_set.statistics().arena_bytes == 5 * PAGE
-    with pytest.raises(CapacityError, match=r"20\.0 KiB reserved"):
-        working_set.reserve(12 * PAGE)
-    working_set.unreserve(buffer)
-    assert working_set.statistics().arena_bytes == 0
 
 
 # What there is room for

@@ -212,7 +212,7 @@ class _Caller:
 
     def run(self) -> None:
         calls = [self._put, self._put, self._put_many, self._change, self._delete, self._get, self._get, self._get]
-        calls += [self._get_many, self._lease, self._look]
+        calls += [self._get_many, self._lease, self._look, self._verify]
         calls += [self._commit] * (self._number == 0 or self._rng.random() < 0.3)
         for _ in range(self._life.num_actions):
             try:
@@ -319,7 +319,7 @@ class _Caller:
         called = self._history.now()
         with contextlib.suppress(KeyError), self._store.lease(key, mode="r") as view:
             time.sleep(self._rng.choice((0, 1e-3)))
-            self._history.read(key, called, view.clone().as_subclass(torch.Tensor))
+            self._history.read(key, called, view.clone())
 
     def _look(self) -> None:
         store = self._store
@@ -328,6 +328,10 @@ class _Caller:
         store.working_set.swap_out(keys[3:])
         if len(store.records()) < 0 or store.statistics().working_set.peak_bytes > self._life.budget_nbytes:
             self._history.wrong.append("more DRAM than the budget")
+
+    def _verify(self) -> None:
+        if self._number == 1 and not self._store.verify().is_clean:
+            self._history.wrong.append("verify found damage")
 
     def _commit(self) -> None:
         number = self._rng.getrandbits(40)
