@@ -102,8 +102,10 @@ def test_a_generation_that_is_kept_beside_the_newest_is_named_with_it(
             store["a"] = torch.full((5000,), step, dtype=torch.uint8)
             store.commit({"step": step})
     looks: list[str] = []
-    looking = SqliteCatalog._looking
-    monkeypatch.setattr(SqliteCatalog, "_looking", lambda self, verb: (looks.append(verb), looking(self, verb))[1])
+    look = SqliteCatalog._look
+    monkeypatch.setattr(
+        SqliteCatalog, "_look", lambda self, verb, read: (looks.append(verb), look(self, verb, read))[1]
+    )
     assert main(["inspect", str(tmp_path / "run")]) == 0
     assert "\ngeneration 2; generation 1 is kept until the next commit\n" in capsys.readouterr().out
     assert looks == ["load"]

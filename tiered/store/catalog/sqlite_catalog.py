@@ -330,21 +330,6 @@ class SqliteCatalog:
         return f"<SqliteCatalog {self.name!r} {state}>"
 
     @contextmanager
-    def _looking(self, verb: str) -> Iterator[sqlite3.Connection]:
-        """Give the connection within a read transaction, once the tables are known to be a catalog's."""
-        with self._using(verb) as connection:
-            # One value is never larger than the file, whatever its cell announces.
-            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(self._nbytes(), 1 << 16), _MAX_VALUE_NBYTES))
-            try:
-                connection.execute("BEGIN")
-                self._check_schema(connection)
-                yield connection
-            finally:
-                if connection.in_transaction:
-                    connection.rollback()
-                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_NBYTES)
-
-    @contextmanager
     def _using(self, verb: str) -> Iterator[sqlite3.Connection]:
         self._process.check(f"catalog {self.name}", "open it again after a fork")
         with self._lock:
@@ -358,11 +343,20 @@ class SqliteCatalog:
         return sys.maxsize if self._fd is None else os.fstat(self._fd).st_size
 
     def _look(self, verb: str, read: Callable[[sqlite3.Connection], T]) -> T:
-        """Return what ``read`` finds in a read transaction of its own."""
+        """Return what ``read`` finds in a read transaction, once the tables are known to be a catalog's."""
 
         def look() -> T:
-            with self._looking(verb) as connection:
-                return read(connection)
+            with self._using(verb) as connection:
+                # One value is never larger than the file, whatever its cell announces.
+                connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, min(max(self._nbytes(), 1 << 16), _MAX_VALUE_NBYTES))
+                try:
+                    connection.execute("BEGIN")
+                    self._check_schema(connection)
+                    return read(connection)
+                finally:
+                    if connection.in_transaction:
+                        connection.rollback()
+                    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_NBYTES)
 
         return self._retried(look)
 
@@ -390,16 +384,14 @@ class SqliteCatalog:
                 return
             if self._fd is None:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._connection = self._connect(self._path)
-            if not self._read_only:
+            self._connection = connect(self._path, "ro" if self._read_only else "rw", self._deadline_s)
+            if self._read_only:
+                self._begin_to_read(self._path, self._connection)
+            else:
+                make_durable(self._connection)
                 check_header(os.pread(self._fd, 100, 0), os.fstat(self._fd).st_size, self.name)
 
-    def _connect(self, path: Path) -> sqlite3.Connection:
-        """Connect. ``_connection`` keeps a connection that then failed, for ``close``."""
-        self._connection = connection = connect(path, "ro" if self._read_only else "rw", self._deadline_s)
-        if not self._read_only:
-            make_durable(connection)
-            return connection
+    def _begin_to_read(self, path: Path, connection: sqlite3.Connection) -> None:
         try:
             mode = connection.execute("PRAGMA journal_mode").fetchone()
         except sqlite3.OperationalError as error:
@@ -412,7 +404,6 @@ class SqliteCatalog:
             connection.execute("PRAGMA query_only=ON")
         if mode == (b"wal",):
             raise corrupt("it has a write-ahead log", self.name)
-        return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
         """Before any table is touched: a foreign trigger or view never runs."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -183,7 +183,7 @@ class Row:
     ranges: tuple[ExternalRange, ...] = ()
     is_paged: bool = False
     base_block: int = 0  # the number in its record of the first block
-    pages: PageSource | None = None  # of a paged one that is in use
+    pages: Any = None  # of a paged one that is in use: a Pages of paged_rows.py
 
     @property
     def num_blocks(self) -> int:
@@ -203,25 +203,6 @@ class Row:
     def generation_of(self, block: int) -> int:
         """Return the generation that ``block`` of this row was written for."""
         return int.from_bytes(self.written[8 * block : 8 * block + 8], "little") if self.written else self.generation
-
-
-class PageSource(Protocol):
-    """Where a paged row's pages are."""
-
-    readers: Any
-
-    @property
-    def changed(self) -> Mapping[int, Page]:
-        """The pages that no commit has written."""
-
-    def page(self, row: Row, number: int) -> Page:
-        """Return a page; blocks. Raises CorruptionError, DeviceError."""
-
-    def begin(self) -> None:
-        """Note one more reader, under the store's lock."""
-
-    def end(self) -> list[Extent]:
-        """Note one less; return extents that nobody needs any more."""
 
 
 class Page(NamedTuple):

@@ -128,20 +128,19 @@ def open_parts(
 
     Raises UsageError, CapacityError, DeviceError and others, with everything closed.
     """
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(arena.close)
         _check_engine(engine)
-        with contextlib.ExitStack() as stack:
-            sources = ExternalSources(external, engine)
-            stack.callback(sources.close)
-            parts = replace(_open_around(arena, paths, durable, engine, mode), external=sources)
-            stack.pop_all()
-            return parts
-    except BaseException:
-        arena.close()
-        raise
+        sources = ExternalSources(external, engine)
+        stack.callback(sources.close)
+        parts = replace(_open_around(arena, paths, durable, engine, mode, stack), external=sources)
+        stack.pop_all()
+        return parts
 
 
-def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str, mode: str) -> Parts:
+def _open_around(
+    arena: Arena, paths: Sequence[Path], durable: bool, engine: str, mode: str, stack: contextlib.ExitStack
+) -> Parts:
     if mode not in ("a", "x", "r"):
         raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
     if engine == "memory":
@@ -151,25 +150,19 @@ def _open_around(arena: Arena, paths: Sequence[Path], durable: bool, engine: str
     if not durable:
         if mode == "r":
             raise UsageError('durable=False keeps nothing that mode="r" could read')
-        with contextlib.ExitStack() as stack:
-            devices = _open_devices(scratch_directories(paths), engine, stack)
-            stack.pop_all()
-            return Parts(arena, devices, None)
-    with contextlib.ExitStack() as stack:
-        directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
-        stack.callback(directories.close)
-        catalog_path = directories.paths[0] / CATALOG_NAME
-        if directories.created:
-            root = empty_root(directories.store_uuid, len(directories.paths))
-            catalog = SqliteCatalog.create(catalog_path, root)
-        else:
-            catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
-        stack.callback(catalog.close)
-        ledgers = Ledgers() if mode == "r" else Ledgers(directories.paths, directories.store_uuid)
-        devices = _open_devices(directories.paths, engine, stack)
-        ledgers.watch(devices)
-        stack.pop_all()
-        return Parts(arena, devices, catalog, directories, CATALOG_NBYTES, ledgers=ledgers)
+        return Parts(arena, _open_devices(scratch_directories(paths), engine, stack), None)
+    directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
+    stack.callback(directories.close)
+    catalog_path = directories.paths[0] / CATALOG_NAME
+    if directories.created:
+        catalog = SqliteCatalog.create(catalog_path, empty_root(directories.store_uuid, len(directories.paths)))
+    else:
+        catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
+    stack.callback(catalog.close)
+    ledgers = Ledgers() if mode == "r" else Ledgers(directories.paths, directories.store_uuid)
+    devices = _open_devices(directories.paths, engine, stack)
+    ledgers.watch(devices)
+    return Parts(arena, devices, catalog, directories, CATALOG_NBYTES, ledgers=ledgers)
 
 
 def _open_devices(paths: Sequence[os.PathLike[str]], engine: str, stack: contextlib.ExitStack) -> list[FileDevice]:

@@ -6,11 +6,10 @@ Flushes of several devices happen at the same time. No extent or page goes under
 
 from __future__ import annotations
 
-import functools
 import heapq
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
@@ -27,15 +26,6 @@ from tiered.units import format_bytes, round_up
 __all__ = ["Readers", "Space", "in_parallel"]
 
 
-class Version(Protocol):
-    """One version of a record, as its readers see it."""
-
-    version: int
-
-    def keep(self, pages: Mapping[int, Page]) -> None:
-        """Have ``pages`` in memory, unless these are there."""
-
-
 class Readers:
     """The readers of each version of a record, and the extents that wait for them. The store's lock guards it.
 
@@ -48,14 +38,14 @@ class Readers:
         """``origin``: the extents of the row that the first version was before it had pages, which may be read, too."""
         self.last_version = 0
         self.origin = origin
-        self._active: dict[Version, int] = {}  # how many read it
+        self._active: dict[Any, int] = {}  # how many read each version, which is a Pages of paged_rows.py
         self._waiting: list[tuple[int, list[Extent]]] = []  # a heap: the version that gave them up, the extents
 
-    def begin(self, version: Version) -> None:
+    def begin(self, version: Any) -> None:
         """Note one more reader of ``version``."""
         self._active[version] = self._active.get(version, 0) + 1
 
-    def end(self, version: Version) -> list[Extent]:
+    def end(self, version: Any) -> list[Extent]:
         """Note one less; return the extents that nobody reads any more."""
         self._active[version] -= 1
         if not self._active[version]:
@@ -330,29 +320,18 @@ class Space:
         memory: memoryview,
         io_class: IOClass,
         on_done: Callable[[Transfer], None],
-        *,
-        on_moved: Callable[[Transfer], None] | None = None,
-        first_slab: int = 0,
-        is_checked_by_owner: bool = False,
+        **options: Any,
     ) -> Transfer:
-        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` holds from ``first_slab`` on."""
-        if row.ranges:
-            assert self.external is not None, row
-            kind: Callable[..., Transfer] = functools.partial(ExternalRead, self.external, self.external_indices)
-        else:
-            kind = functools.partial(Transfer, self.devices)
-        return kind(
-            self.store_uuid,
-            row,
-            memory=memory,
-            io_class=io_class,
-            threads=self.digest_threads,
-            progress=self.progress,
-            on_done=on_done,
-            on_moved=on_moved,
-            first_slab=first_slab,
-            is_checked_by_owner=is_checked_by_owner,
-        )
+        """Return the transfer, not yet started, of as much of ``row`` as ``memory`` has room for; ``options`` are its.
+
+        Records in external files are read from there.
+        """
+        options |= {"memory": memory, "io_class": io_class, "on_done": on_done}
+        options |= {"threads": self.digest_threads, "progress": self.progress}
+        if not row.ranges:
+            return Transfer(self.devices, self.store_uuid, row, **options)
+        assert self.external is not None, row
+        return ExternalRead(self.external, self.external_indices, self.store_uuid, row, **options)
 
     def reserve(self, nbytes: int, *, scratch: bool) -> None:
         """Grow files until ``nbytes`` can be written on top of earlier promises. Raises CapacityError."""
