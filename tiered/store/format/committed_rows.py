@@ -192,22 +192,20 @@ class _Decoding:
     def pages(self, raw: Iterable[tuple[int, int, bytes, bytes]]) -> dict[int, str]:
         """Take all pages; return the name of each record that has some by the index of their first extent."""
         firsts: dict[int, str] = {}
-        waiting = iter(self._paged.items())
-        key_id, name, num_pages, page = 0, "", 0, 0
-        nbytes = block_nbytes = 0
-        for page_key_id, number, body, expected in raw:
-            if page == num_pages:
-                key_id, name = next(waiting, (0, ""))
-                nbytes, block_nbytes = _size(self.encoded[name]) if name in self.encoded else (0, 1)
-                num_pages, page = -(-nbytes // (block_nbytes * PAGE_BLOCKS)), 0
-                firsts[len(self.extents) // EXTENT_NBYTES] = name
-            if (page_key_id, number) != (key_id, page) or not num_pages:
-                raise corrupt(f"page {number} of key id {page_key_id}, expected {page} of {key_id}", self.file, name)
-            self._page(name, page, body, expected, nbytes, block_nbytes)
-            page += 1
-        _, without = (key_id, name) if page < num_pages else next(waiting, (0, None))
-        if without is not None:
-            raise corrupt(f"pages are missing of {without!r}", self.file, without)
+        rest = iter(raw)
+        for key_id, name in self._paged.items():
+            nbytes, block_nbytes = _size(self.encoded[name])
+            firsts[len(self.extents) // EXTENT_NBYTES] = name
+            for page in range(-(-nbytes // (block_nbytes * PAGE_BLOCKS))):
+                found = next(rest, None)
+                if found is None:
+                    raise corrupt(f"pages are missing of {name!r}", self.file, name)
+                if found[:2] != (key_id, page):
+                    what = f"page {found[1]} of key id {found[0]}, expected {page} of {key_id}"
+                    raise corrupt(what, self.file, name)
+                self._page(name, page, *found[2:], nbytes, block_nbytes)
+        for key_id, page, *_ in rest:
+            raise corrupt(f"page {page} of key id {key_id}, expected none", self.file)
         return firsts
 
     def _page(self, name: str, page: int, body: bytes, expected: bytes, nbytes: int, block_nbytes: int) -> None:
