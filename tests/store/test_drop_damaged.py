@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.store.rig import Counter, GatedStore, numbers
-from tiered.errors import CapacityError, DeviceError, UsageError
+from tiered.errors import DeviceError, UsageError
 from tiered.store.store import Store
 from tiered.tools.cli import main
 from tiered.units import KiB, MiB
@@ -126,16 +126,6 @@ def damaged(gated: GatedStore) -> None:
     gated.close()
     gated.disk.image(extent.device, extent.file)[extent.offset] ^= 1
     gated.open()
-
-
-def test_a_drop_whose_commit_is_refused_waits_for_the_next_one(gated: GatedStore) -> None:
-    damaged(gated)
-    gated.catalog.failure = CapacityError("full")
-    with pytest.raises(CapacityError, match=r"is not committed yet, and none of it is lost.*commit again"):
-        gated.store.drop_damaged(["a"])
-    gated.catalog.failure = None
-    gated.store.commit()
-    assert set(gated.store) == {"b"} and gated.store.verify().is_clean
 
 
 def test_a_drop_whose_commit_fails_has_dropped_nothing(gated: GatedStore) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from tiered.bytes.arena import Buffer
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
-from tiered.errors import CapacityError, DeadlineError, DeviceError, LeaseError, TieredError, UsageError
+from tiered.errors import CapacityError, DeviceError, LeaseError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
@@ -120,8 +120,7 @@ class Committer:
     """Takes a store from one generation to the next, one commit at a time.
 
     The flush runs in a thread that ends with it, so a caller may wait or go on. After a failure there nothing can be
-    written any more: ``Refusals`` refuses, and reopening the store decides which generation it holds. A catalog
-    that refuses and has changed nothing is no failure: the next ``wait`` applies the sealed generation again.
+    written any more: ``Refusals`` refuses, and reopening the store decides which generation it holds.
     """
 
     def __init__(self, working_set: Residency, parts: Parts, catalog: SqliteCatalog, root: Root) -> None:
@@ -135,7 +134,6 @@ class Committer:
         self._confirmation = parts.confirmation
         self._external = parts.external
         self._thread: threading.Thread | None = None
-        self._refused: tuple[Root, TieredError] | None = None  # by the catalog, which has changed nothing
 
     def measure(self, state: str) -> None:
         """Raise CapacityError for a ``state`` that the catalog would refuse after the seal."""
@@ -203,34 +201,21 @@ class Committer:
         return generation if self._working_set.hand_over_seal(seal) else 0
 
     def wait(self) -> None:
-        """Wait until no commit runs, successful or not. Raises DeadlineError, and what the catalog refuses with."""
-        self._apply_refused()
+        """Wait until no commit runs, successful or not. Raises DeadlineError."""
         deadline = Deadline("completion of the running commit", self._working_set.deadline_s)
         begun = self._working_set.recorder.begin()
         with self._condition:
             is_waiting = self._is_running()
             while self._is_running():
                 deadline.wait(self._condition, self._working_set.commit_progress())
-            thread, refused = self._thread, self._refused
+            thread = self._thread
         if is_waiting:
             self._working_set.recorder.waited(Wait.COMMIT, "", begun)
         if thread is not None:
             thread.join()  # it has nothing left to do
-        if refused is not None:
-            root, error = refused
-            fate = f"generation {root.generation} is not committed yet, and none of it is lost"
-            raise type(error)(f"{fate}: {error}; commit again") from error
-
-    def _apply_refused(self) -> None:
-        """Have the catalog take the generation that it has refused, if any."""
-        with self._condition:
-            refused, self._refused = self._refused, None
-            sealed = self._working_set.sealed
-        if refused is not None and sealed is not None:
-            self._apply(sealed, refused[0])
 
     def _is_running(self) -> bool:
-        is_ended = self._working_set.refusals.has_failed or self._refused is not None or self._working_set.mark.reason
+        is_ended = self._working_set.refusals.has_failed or self._working_set.mark.reason
         return self._working_set.sealed is not None and not is_ended
 
     def roll_back(self) -> None:
@@ -285,13 +270,14 @@ class Committer:
 
     def _finish(self, sealed: Sealed) -> None:
         recorder, subject = self._working_set.recorder, f"generation {sealed.generation}"
+        is_durable = False
         try:
             self._write(sealed)
-            flush_begun = recorder.begin(on_device=False)
+            begun = recorder.begin(on_device=False)
             self._working_set.space.flush()
             self._parts.check_locks()
             self._working_set.mark.refuse()
-            recorder.worked("flush", subject, flush_begun)
+            recorder.worked("flush", subject, begun)
             sealed.phase += 1
             root = replace(
                 self.root,
@@ -302,31 +288,16 @@ class Committer:
                 external=self._external.files,
             )
             self._hand_out_pages(sealed)
-        except BaseException as error:  # of any kind: it must reach the caller
-            self._fail(sealed, error, is_durable=False)
-            return
-        self._apply(sealed, root)
-
-    def _apply(self, sealed: Sealed, root: Root) -> None:
-        recorder, is_durable = self._working_set.recorder, False
-        try:
             begun = recorder.begin(on_device=False)
             written = _written_nbytes()
             rows, removed = list(sealed.rows.values()), [entry.key_id for entry in sealed.removed]
-            try:
-                self._catalog.apply(root, rows, removed, keeps_before=self._confirmation.keeps_before)
-            except (CapacityError, DeadlineError) as error:  # nothing has changed, and the call may be repeated
-                _log.warning("generation %d is not committed yet: %s", sealed.generation, error)
-                with self._condition:
-                    self._refused = root, error
-                    self._condition.notify_all()
-                return
+            self._catalog.apply(root, rows, removed, keeps_before=self._confirmation.keeps_before)
             self.catalog_write_bytes += _written_nbytes() - written
             sealed.phase += 1
             is_durable = True
             # Order: until this returns, the sealed set and the one before stay as they are, and no key takes a third.
             self._confirmation.confirm(GenerationName(root.generation, root.nonce))
-            recorder.worked("commit", f"generation {sealed.generation}", begun)
+            recorder.worked("commit", subject, begun)
         except BaseException as error:  # of any kind: it must reach the caller
             self._fail(sealed, error, is_durable=is_durable)
             return
