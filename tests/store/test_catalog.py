@@ -20,7 +20,7 @@ from tests.store.catalogs import (
     row_of,
 )
 from tests.store.rig import WAIT_S
-from tiered.errors import ClosedError, DeadlineError, UsageError
+from tiered.errors import ClosedError, UsageError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.root import encode_root
 from tiered.store.format.row import Extent, encode_row
@@ -29,12 +29,6 @@ from tiered.store.format.row import Extent, encode_row
 @pytest.fixture
 def home(tmp_path):
     return SqliteHome(tmp_path)
-
-
-def test_new_catalog_is_empty(home):
-    with closing(home.create()) as catalog:
-        assert loaded(catalog) == (ROOT, [])
-    assert content_of(home) == (ROOT, [])
 
 
 def test_rows_come_back_in_order(home):
@@ -50,22 +44,6 @@ def test_rows_come_back_in_order(home):
         catalog.apply(root, rows[::-1], [])
         assert loaded(catalog) == (root, rows)
     assert content_of(home) == (root, rows)
-
-
-def test_apply_replaces_inserts_and_deletes(home):
-    with closing(home.create()) as catalog:
-        catalog.apply(root_of(1), [row_of(1), row_of(2), row_of(3)], [])
-        newer = row_of(2, generation=2, seed=9)
-        catalog.apply(root_of(2), [newer, row_of(4)], [1, 99])
-        assert loaded(catalog) == (root_of(2), [newer, row_of(3), row_of(4)])
-        catalog.apply(root_of(3), [], [2, 3, 4])
-    assert content_of(home) == (root_of(3), [])
-
-
-def test_a_row_in_both_lists_is_gone(home):
-    with closing(home.create()) as catalog:
-        catalog.apply(root_of(1), [row_of(1)], [1])
-    assert content_of(home) == (root_of(1), [])
 
 
 @pytest.mark.parametrize(
@@ -149,19 +127,6 @@ def test_a_live_catalog_can_be_read(file):
             assert loaded(reader) == (root_of(2), [row_of(1), row_of(2)])
             with pytest.raises(UsageError, match="read-only"):
                 reader.apply(root_of(3), [], [])
-
-
-def test_a_reader_in_the_way_is_a_deadline_and_nothing_changes(file):
-    file.create().close()
-    with closing(file.reopen(deadline_s=0.05)) as catalog, closing(sqlite3.connect(file.path)) as other:
-        other.isolation_level = None
-        other.execute("BEGIN")
-        other.execute("SELECT * FROM root").fetchall()
-        with pytest.raises(DeadlineError, match="another process"):
-            catalog.apply(root_of(1), [row_of(1)], [])
-        other.execute("COMMIT")
-        catalog.apply(root_of(1), [row_of(1)], [])
-        assert loaded(catalog) == (root_of(1), [row_of(1)])
 
 
 def test_a_forked_child_cannot_use_it_and_harms_nothing(file):

@@ -31,33 +31,6 @@ def test_leftovers_of_a_crashed_creation_are_replaced(file, tmp_path):
     assert not (tmp_path / "catalog.db-journal").stat().st_size
 
 
-def test_creation_does_not_follow_a_planted_link(file, tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_bytes(b"precious")
-    (tmp_path / "catalog.db.new").symlink_to(victim)
-    (tmp_path / "catalog.db-journal").symlink_to(victim)
-    with closing(file.create()) as catalog:
-        catalog.apply(root_of(1), [row_of(1)], [])
-    assert victim.read_bytes() == b"precious"
-
-
-def test_opening_makes_the_end_of_the_journal_and_its_name_durable(file, tmp_path, monkeypatch):
-    """A killed process may have cut the journal off without a flush: a power cut later would bring it back."""
-    file.create().close()
-    journal = tmp_path / "catalog.db-journal"
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
-    for _ in range(2):
-        content_of(file)
-        assert synced == [str(journal), str(tmp_path)]
-        synced.clear()
-        journal.unlink()  # as playing it back does
-    content_of(file, read_only=True)
-    assert not synced and not journal.exists()
-    content_of(file)
-    assert journal.stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("name", ["catalog.db-journal", ""])
 def test_a_journal_that_cannot_be_made_durable_is_an_error_at_open(file, tmp_path, monkeypatch, name):
     file.create().close()

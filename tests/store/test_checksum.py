@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiered.store.format.checksum import BLOCK_NBYTES, block_seed, digest, num_blocks
+from tiered.store.format.checksum import BLOCK_NBYTES, block_seed, digest
 
 UUID = bytes(range(16))
 places = st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**40), st.integers(0, 2**63 - 1))
@@ -28,7 +28,3 @@ def test_any_flipped_bit_changes_the_digest(content, seed, data):
     flipped = bytearray(content)
     flipped[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     assert digest(memoryview(flipped), seed) != digest(content, seed)
-
-
-def test_num_blocks_counts_the_short_last_one():
-    assert [num_blocks(n) for n in (0, 1, BLOCK_NBYTES, BLOCK_NBYTES + 1)] == [0, 1, 1, 2]

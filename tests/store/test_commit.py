@@ -154,26 +154,6 @@ def test_the_catalog_is_written_last_and_after_every_flush(gated: GatedStore) ->
     assert set(gated.events[:-2]) == {"write"}
 
 
-def test_superseded_bytes_are_not_overwritten_before_the_catalog_is_durable(gated: GatedStore) -> None:
-    store = gated.store
-    store["a"] = numbers(4 * PAGE, 1)
-    store.commit()
-    committed = store.records()[0].extents
-    store["a"] = numbers(4 * PAGE, 2)
-    gated.catalog.may_apply.clear()
-    store.commit(wait=False)
-    assert gated.catalog.reached.wait(WAIT_S)
-    store["b"] = numbers(4 * PAGE, 3)
-    store.working_set.swap_out(["b"])
-    taken = [extent for record in store.records() for extent in record.extents]
-    assert not set(committed) & set(taken)
-    gated.catalog.may_apply.set()
-    store.wait_for_commit()
-    store["c"] = numbers(4 * PAGE, 4)
-    store.working_set.swap_out(["c"])
-    assert set(committed) & {extent for record in store.records() for extent in record.extents}
-
-
 def test_a_commit_in_the_background_contains_the_moment_it_was_asked_for(gated: GatedStore) -> None:
     store = gated.store
     counter = Counter(1)
@@ -264,20 +244,3 @@ def test_a_second_commit_waits_for_the_first(gated: GatedStore) -> None:
     thread.join(WAIT_S)
     store.wait_for_commit()
     assert store.generation == 2
-
-
-def test_commits_from_many_threads_each_have_their_generation(store: Store) -> None:
-    found: list[int] = []
-
-    def work(name: str) -> None:
-        for i in range(10):
-            store[name] = numbers(2 * PAGE, i)
-            found.append(store.commit())
-
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert sorted(found) == list(range(1, 31))
-    assert store.generation == 30

@@ -115,22 +115,6 @@ def test_a_link_to_a_directory_is_followed(tmp_path, two):
         assert directories.paths == two
 
 
-def test_modes(tmp_path):
-    path = tmp_path / "run"
-    with pytest.raises(UsageError, match="no directory"):
-        Directories.open([path], "r")
-    path.mkdir()
-    with pytest.raises(UsageError, match="no store is here"):
-        Directories.open([path], "r")
-    with closing(Directories.open([path], "x")) as directories:
-        finish(directories)
-    refused([path], "x", match="holds a store already")
-    with pytest.raises(ValueError, match="mode"):
-        Directories.open([path], "rw")
-    with pytest.raises(ValueError, match="at least one"):
-        Directories.open([])
-
-
 # --- refusals; nothing is touched ---
 
 
@@ -346,15 +330,6 @@ def test_data_without_a_catalog_is_never_thrown_away(two):
     with pytest.raises(CorruptionError, match="the catalog was lost"):
         Directories.open(two)
     assert snapshot(two) == before
-
-
-def test_a_file_system_error_is_a_device_error(tmp_path, monkeypatch):
-    def fail(path):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(directory_module, "fsync_directory", fail)
-    with pytest.raises(DeviceError, match="Input/output"):
-        Directories.open([tmp_path / "run"])
 
 
 # --- locks ---

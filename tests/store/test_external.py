@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -434,21 +432,6 @@ def test_external_files_on_a_drive_of_larger_sectors_are_refused(base: Path) -> 
 
     with pytest.raises(UsageError, match=r"read in units of 4096 bytes, the store's own in 512; copy the files"):
         simulated_store(wrap=of_small_sectors, external=[base])
-
-
-def test_a_base_that_takes_long_to_read_fails_no_commit(tmp_path: Path, base: Path) -> None:
-    with opened(tmp_path, base, dram="8MiB") as store:
-        adopted(store, base)
-        transfer = store.working_set.space.transfer
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            time.sleep(0.2)
-            return transfer(*arguments, **options)
-
-        store.working_set.space.transfer = slow  # type: ignore[method-assign]
-        store.working_set.deadline_s = 1.0  # for all of it; what moves is not late
-        store.commit(wait=False)
-        store.working_set.deadline_s = 60.0
 
 
 def test_the_command_line_knows_external_files(

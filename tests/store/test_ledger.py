@@ -143,16 +143,6 @@ def test_a_reader_changes_no_byte_and_needs_none(run: Path, has_ledger: bool) ->
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in run.iterdir()} == files
 
 
-def test_an_older_store_begins_a_count(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    use(run)
-    (run / LEDGER_NAME).unlink()
-    (data,), catalog = use(run, seed=9)
-    assert (newest(run).data_bytes, newest(run).catalog_bytes) == (data, catalog)
-    (run / LEDGER_NAME).write_bytes(b"")  # its creation was cut short
-    use(run)
-    assert newest(run).data_bytes == data and not warnings_of(caplog)
-
-
 def test_a_store_that_is_refused_is_not_written_to(run: Path) -> None:
     use(run)
     (run / LEDGER_NAME).unlink()

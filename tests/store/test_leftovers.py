@@ -206,16 +206,6 @@ def test_what_changes_after_the_look_is_spared(run: Path) -> None:
     assert (run / "identity.new").exists()
 
 
-def test_directories_without_a_store(tmp_path: Path) -> None:
-    plant(tmp_path / ("scratch-" + "1" * 16))
-    plant(tmp_path / "lock")
-    plant(tmp_path / "data-000")
-    with closing(Leftovers([tmp_path])) as found:
-        assert [item.path.name for item in found.items] == ["scratch-" + "1" * 16]
-    with pytest.raises(UsageError, match="is no directory"):
-        Leftovers([tmp_path / "nowhere"])
-
-
 def test_what_a_killed_bench_was_measuring_goes(tmp_path: Path) -> None:
     folder, busy, foreign, empty = (tmp_path / f".tiered-bench-{name * 8}" for name in "abcd")
     for path in (folder, busy, foreign):

@@ -18,7 +18,7 @@ import torch
 
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
-from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store, written
+from tests.store.rig import WAIT_S, GatedDevice, numbers, simulated_store
 from tiered.bytes.device.files import DataFiles
 from tiered.errors import CapacityError, ClosedError, DeadlineError, UsageError
 from tiered.store.lifetime import opening
@@ -131,16 +131,6 @@ def test_records_and_statistics_say_what_there_is(store: Store) -> None:
     assert (statistics.num_keys, statistics.generation, statistics.peak_bytes) == (1, 0, 24 * KiB)
     assert statistics.stall_seconds >= 0
     assert "open, 1 keys, generation 0, Arena(open, 24.0 KiB of 16.0 MiB" in repr(store)
-
-
-def test_verify_reads_what_is_on_the_devices(store: Store) -> None:
-    store.put_many({f"k{i}": numbers(300_000, i) for i in range(20)})
-    store["large"] = numbers(9 * MiB)
-    store["inline"] = numbers(10)
-    written(store)
-    report = store.verify()
-    assert (report.num_keys, report.num_blocks, report.nbytes) == (22, 23, 20 * 300_000 + 9 * MiB)
-    assert report.is_clean
 
 
 def test_fork_leaves_the_store_to_the_parent(tmp_path: Path) -> None:
@@ -297,19 +287,6 @@ def test_a_store_that_atexit_closes_says_that_it_is_too_late(
     assert "ClosedError: the process is ending" in found.stderr and "with tiered.Store" in found.stderr
     with Store(tmp_path / "store", dram="8MiB") as store:
         assert list(store) == ["x"]
-
-
-def test_a_committed_store_that_atexit_closes_is_closed_in_silence(tmp_path: Path, warm_python: WarmPython) -> None:
-    code = (
-        "import atexit, sys, torch, tiered\n"
-        "store = tiered.Store(sys.argv[1], dram='8MiB')\n"
-        "atexit.register(store.close)\n"
-        "store['x'] = torch.ones(10)\n"
-        "store.commit()\n"
-    )
-    command = [warm_python.executable, "-c", code, os.fspath(tmp_path / "store")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (found.returncode, found.stdout, without_triton(found.stderr)) == (0, "", "")
 
 
 def test_a_catalog_that_hangs_in_a_commit_keeps_close_no_longer_than_the_deadline(tmp_path: Path) -> None:

@@ -58,13 +58,6 @@ def test_rollback_counts_the_held_keys_that_are_there_then(store: Store) -> None
     working_set.unreserve(working_set.reserve(left))
 
 
-def test_rollback_of_a_store_without_commits_empties_it(store: Store) -> None:
-    filled(store)
-    store.rollback()
-    assert_holds(store, {})
-    assert store.statistics().used_bytes == 0
-
-
 def test_rollback_loads_what_is_registered_and_needs_a_commit_for_that(store: Store) -> None:
     counter = Counter(3)
     store.register("counter", counter)

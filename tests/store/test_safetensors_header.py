@@ -273,24 +273,3 @@ def test_no_bytes_are_more_than_a_usage_error(data: st.DataObject) -> None:
             st.binary(max_size=3) | st.sampled_from([b"0", b"9", b'"', b"[", b"]", b"{", b"}", b",", b"-", b"e1"])
         )
     assert_nothing_is_let_pass(bytes(content))
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**64) | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["dtype", "shape"]), inner, max_size=2),
-    max_leaves=4,
-)
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from(["F32", "U8", "F4", "F64"]) | VALUES,
-        "shape": st.lists(st.integers(0, 3), max_size=3) | VALUES,
-        "data_offsets": st.lists(st.integers(0, 12), min_size=2, max_size=2).map(sorted) | VALUES,
-    },
-)
-
-
-@settings(max_examples=100)
-@given(st.dictionaries(st.text(max_size=2), FIELDS | VALUES, max_size=3), st.binary(max_size=12))
-def test_no_json_is_more_than_a_usage_error(header: dict[str, object], data: bytes) -> None:
-    assert_nothing_is_let_pass(packed(header, data))
