@@ -26,7 +26,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import StepAbandonedError, UsageError
 from tiered.store.generations.registry import taking_apart
-from tiered.store.residency.residency import Lease
+from tiered.store.residency.residency import Lease, Residency
 from tiered.store.store import Store
 from tiered.store.values import values
 from tiered.tiers.accelerator import AcceleratorTier
@@ -40,7 +40,7 @@ from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import Shares, UnitRule, divide_into_units
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
 from tiered.zero.one_rank import DistributedLater, refuse_ranks
-from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, offsets_of, write_masters
+from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, write_masters
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.tensor_without_bytes import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
@@ -232,7 +232,7 @@ def shard(
     engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
     engine.activations.set_words(words, shares.activations)
     _hook(model, modules, units, engine)
-    _register(store, model, engine, masters)
+    _register(store, model, engine)
     number, held = sum(len(unit.segments) for unit in units), format_bytes(shares.held)
     _log.info("sharded %d parameters into %d units, %s held in DRAM", number, len(units), held)
     return model
@@ -247,11 +247,10 @@ def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dic
     refuse_missing(store, (key for unit in units for key in unit.keys))
 
 
-def _register(store: Store, model: nn.Module, engine: Engine, masters: Masters) -> None:
+def _register(store: Store, model: nn.Module, engine: Engine) -> None:
     """Have ``store`` report its calls to ``engine``, and commit the model's small state with the keys."""
     hook_state_dicts(model, engine)
     store.add_guard(functools.partial(prepare_for, engine), returning=functools.partial(returning, engine))
-    store.add_guard(masters.prepare_for, returning=masters.returning)  # order: after what may refuse
     if isinstance(engine.tier, AcceleratorTier):
         store.working_set.recorder.attach(engine.tier.copies.clock, engine.tier.statistics)
     for prefix, name in _CLASSES.items():
@@ -380,15 +379,14 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
 
     With ``adopt`` the store's own values stay.
     """
-    working_set, masters = store.working_set, Masters(store, units)
+    working_set = store.working_set
     if not adopt:
         in_place = find_in_place(store, units, source)
         cast = [unit for unit in units if any(map(source.is_cast, unit.segments))]
-        left = {unit: source.constructed(offsets_of(unit.segments)) for unit in cast}
         nbytes = sum(unit.nbytes for unit in units) - sum(spec.nbytes for spec, _ in in_place.values())
         if store.durable:  # a second set of the keys that steps write
             nbytes += sum(unit.layout.gradient_nbytes for unit in units)
-        nbytes += sum(masters_nbytes(unit.segments) for unit, constructed in left.items() if constructed is None)
+        nbytes += sum(masters_nbytes(unit.segments) for unit in cast)
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             values.adopt(working_set, key, spec, ranges)
@@ -396,20 +394,18 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     with ExitStack() as leases, closing(source):  # order: nothing is read into them any more when they end
         for unit in units:
             INTERRUPTS.look()
-            constructed: Mapping[Segment, Any] = {}
             if not adopt:
                 begun = _begin_unit(store, unit, source, in_place, leases)
                 pending()
                 pending = begun
-                if unit in left:
+                if unit in cast:
                     pending()
                     pending = _nothing
-                    constructed = left[unit] or {}
-                    masters.leave(unit, constructed) if constructed else write_masters(store, unit, source.copy)
+                    write_masters(store, unit, source.copy)
             for segment in unit.segments:
-                _convert(segment, working_set, is_left=segment in constructed)
+                _convert(segment, working_set)
         pending()
-    return masters
+    return Masters(store, units)
 
 
 def _begin_unit(
@@ -452,16 +448,13 @@ def _nothing() -> None:
     """Every value is where it belongs."""
 
 
-def _convert(segment: Segment, working_set: Any, *, is_left: bool) -> None:
-    """Make the parameter a TieredParameter of ``segment``, without values of its own.
-
-    ``is_left``: the key where it was constructed stays.
-    """
+def _convert(segment: Segment, working_set: Residency) -> None:
+    """Make the parameter a TieredParameter of ``segment``, without values of its own."""
     parameter = segment.parameter
     if isinstance(parameter, TieredParameter):
         constructed: Any = parameter.segment.unit
         constructed.park()
-        working_set.delete([] if is_left else [constructed.key])
+        working_set.delete([constructed.key])
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # order: a TieredParameter refuses a swap
     with without_dispatch():
         blank = placeholder(segment.shape, segment.dtype, segment.unit.tier.device)

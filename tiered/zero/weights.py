@@ -79,18 +79,6 @@ class Weights:
             return False
         return self._dtype(segment) != segment.dtype
 
-    def constructed(self, segments: Iterable[Segment]) -> dict[Segment, Any] | None:
-        """Return the places where a constructor made the values of ``segments``, if these are their fp32 masters."""
-        found: dict[Segment, Any] = {}
-        for segment in segments:
-            parameter = segment.parameter
-            if self._has_source or not isinstance(parameter, TieredParameter) or parameter.dtype != torch.float32:
-                return None
-            found[segment] = parameter.segment.unit
-            if parameter.segment.strides != segment.strides:
-                return None
-        return found
-
     def place(self, segment: Segment) -> tuple[str, str] | None:
         """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
         values = self._values.get(segment.name)

@@ -22,7 +22,7 @@ from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
-from tiered.zero.optimizer.fp32_masters import MasterOf, Masters, leased, masters_nbytes
+from tiered.zero.optimizer.fp32_masters import Masters, leased, master_key, masters_nbytes, offsets_of
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.state_dict_copies import memory_for_copies
 
@@ -195,7 +195,7 @@ class OptimizerState:
     def create(self, masters: Masters | None) -> None:
         """Write every bucket: moments of zero, and the ``masters`` that ``shard`` has left, which are deleted."""
         left = set() if masters is None else set(masters.units())
-        nbytes = sum(masters_nbytes(u.segments) for u in left if masters is not None and masters.takes_space(u))
+        nbytes = sum(masters_nbytes(unit.segments) for unit in left)
         if self._store.durable:  # two sets of all, but for the masters, whose space becomes the state's
             self._store.reserve_space(self._parameter_nbytes + 2 * self.nbytes - nbytes)
         else:
@@ -205,13 +205,14 @@ class OptimizerState:
                 for bucket in buckets:
                     self._write(bucket)
             else:
-                with masters.of(unit) as master_of:
+                with leased(self._store, master_key(unit.name), "r", torch.float32) as values:
                     for bucket in buckets:
-                        self._write(bucket, master_of)
+                        self._write(bucket, values)
+                    del values  # lifetime: before the lease
                 masters.delete(unit)
 
-    def _write(self, bucket: Bucket[Segment], master_of: MasterOf | None = None) -> None:
-        """Write a fresh ``bucket``: moments of zero, and the masters, if any."""
+    def _write(self, bucket: Bucket[Segment], masters: torch.Tensor | None = None) -> None:
+        """Write a fresh ``bucket``: moments of zero, and of the ``masters`` of its unit, if any, its own."""
         working_set = self._store.working_set
         working_set.create(bucket.key, bucket.nbytes)
         try:
@@ -221,20 +222,20 @@ class OptimizerState:
             raise
         try:
             lease.tensor.zero_()
-            if master_of is not None:
-                self._keep_masters(bucket, lease.tensor, master_of)
+            if masters is not None:
+                self._keep_masters(bucket, lease.tensor, masters)
         finally:
             lease.release()
         working_set.swap_out([bucket.key])
 
-    def _keep_masters(self, bucket: Bucket[Segment], state: torch.Tensor, master_of: MasterOf) -> None:
+    def _keep_masters(self, bucket: Bucket[Segment], state: torch.Tensor, masters: torch.Tensor) -> None:
         """Keep the bits of the masters that the parameters lack; ``state`` is the bucket's bytes."""
+        offsets = offsets_of(bucket.pieces[0].segment.unit.segments)
         for piece in bucket.pieces:
-            master = master_of(piece.segment)  # (numel of the parameter,), None where it is the parameter
-            if master is not None:
+            if piece.segment in offsets:  # or the parameter is its own master
+                start = offsets[piece.segment] + piece.start
                 for tile, first, last in self._tiles(piece, state):
-                    self._attach(tile, master[piece.start + first : piece.start + last], None)
-            master = None  # lifetime: a master is lent until the next one is
+                    self._attach(tile, masters[start + first : start + last], None)
 
     def _tiles(self, piece: Piece[Segment], state: torch.Tensor) -> Iterator[tuple[Tile, int, int]]:
         """Yield the tiles of ``piece`` and their bounds in elements of it; ``state`` is the bucket's bytes."""
