@@ -184,7 +184,7 @@ class TestRefusals:
 
         def check() -> None:
             os.setresuid(65534, 65534, 65534)  # root may write anywhere
-            with pytest.raises(UsageError, match="Permission denied"):
+            with pytest.raises(UsageError, match="is not yours to write"):
                 BenchRequest((Path("/tmp"),), json_file=place / "bench")
 
         for parent in [tmp_path, *tmp_path.parents][:-2]:
