@@ -24,7 +24,7 @@ from tiered.tools.train.plan import Plan
 from tiered.tools.train.run import Display
 from tiered.tools.train.summary import StepRecord
 from tiered.tools.train.task import Corpus
-from tiered.units import format_bytes, parse_bytes, parse_count, spell_bytes, spell_count
+from tiered.units import format_bytes
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 
@@ -57,13 +57,6 @@ def test_commands_to_come_back_with_name_us_as_we_were_called(
     assert cli._program() == words
 
 
-def test_sizes_are_written_so_that_they_are_read_as_what_they_are() -> None:
-    numbers = (0, 1, 1023, 1 << 10, 32 << 20, (3 << 30) + 1, 1 << 42, 400_000_000, 1_210_000_000)
-    assert [parse_bytes(spell_bytes(number)) for number in numbers] == list(numbers)
-    assert [parse_count(spell_count(number)) for number in numbers] == list(numbers)
-    assert (spell_bytes(32 << 20), spell_bytes(3 << 29), spell_count(400_000_000)) == ("32MiB", "1536MiB", "400M")
-
-
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tiered {tiered.__version__}\n"
@@ -78,14 +71,14 @@ class TestRefusals:
             (["--stepz", "3"], "--steps"),
             (["--steps", "three"], "--steps"),
             (["--steps", "0"], "steps must be at least 1, got 0"),
-            (["--dram", "much"], "--dram: expected a size such as"),
+            (["--dram", "much"], "'--dram': expected a size such as"),
             (["--dram", "1MiB"], "dram must be at least 16.0 MiB, got 1.0 MiB"),
-            (["--params", "some"], "--params: expected a number such as"),
+            (["--params", "some"], "'--params': expected a number such as"),
             (["--params", "1M", "--layers", "2"], "--params chooses layers, width and heads: give it or --layers"),
             (["--width", "100", "--heads", "16"], "width 100 is not a multiple of heads 16"),
             (["--dtype", "bf17"], "dtype must be one of bf16, fp32; got 'bf17'"),
             (["--update", "never"], "update must be one of backward, step"),
-            (["--hold", "most"], "--hold: expected a size such as"),
+            (["--hold", "most"], "'--hold': expected a size such as"),
             (["--activations", "lose"], "activations must be one of auto, keep, recompute, swap"),
             (["--timeline", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json"),
             (["--state", "small"], "state must be one of exact, compact"),
@@ -95,11 +88,11 @@ class TestRefusals:
             (["--seed", "-1"], "seed must be at least 0"),
             (["--seed", "9223372036854775808"], "seed must be less than 9,223,372,036,854,775,808"),
             (["--params", "0"], "params must be at least 1, got 0"),
-            (["--params", "1e400"], "--params: expected a number such as"),
+            (["--params", "1e400"], "'--params': expected a number such as"),
             (["--params", "1e300"], "params must be less than 9,007,199,254,740,992"),
-            (["--dram", "1e400GiB"], "--dram: expected a size such as"),
+            (["--dram", "1e400GiB"], "'--dram': expected a size such as"),
             (["--dram", "1e300"], "dram must be less than"),
-            (["--hold", "1e999"], "--hold: expected a size such as"),
+            (["--hold", "1e999"], "'--hold': expected a size such as"),
             (["--steps", "9" * 401], "steps must be less than 9,007,199,254,740,992, got a number of"),
             (["--layers", "9" * 401], "layers must be less than"),
             (["--width", "9" * 401], "width must be less than"),
@@ -307,11 +300,8 @@ class TestDisplay:
         with Display(24, first_step=0, quiet=True) as display:
             display.note("building the model")
             display.step(self.RECORD)
-        with Display(100_000, first_step=0, quiet=False) as display:  # wider than the page: the most important figures
-            display.step(replace(self.RECORD, step=99_997))
         assert capsys.readouterr().out == (
-            "step 3/24  2.00 s  loss 5.250  1,024 tokens/s  in 2.00 out 1.50 GB/s  stall 25%\n"
-            "step 99997/100000  2.00 s  loss 5.250  stall 25%\n"
+            "step 3/24  2.00 s  loss 5.250  stall 25%  1,024 tokens/s  in 2.00 out 1.50 GB/s\n"
         )
 
     @pytest.mark.parametrize("columns", [40, 80, 109, 160])
@@ -325,7 +315,7 @@ class TestDisplay:
         shown = capsys.readouterr().out
         assert "99997/100000" in shown.replace(" ", "")
         assert columns < 80 or ("loss 5.250" in shown and "stall 25%" in shown)
-        assert ("GB/s" in shown) == (columns > 109)
+        assert columns < 110 or "GB/s" in shown
 
 
 class TestInterruption:

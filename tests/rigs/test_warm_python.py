@@ -1,10 +1,7 @@
 """A program that is forked is the command that stands for it: what goes in, what comes out, and how it ends."""
 
-import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,16 +51,6 @@ def test_the_end_of_a_program_is_that_of_the_command(
     assert done.stderr.endswith(says)
 
 
-def test_scripts_and_modules_are_run_as_by_python(warm_python: WarmPython, tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("WORD = 'extent'\n")
-    (tmp_path / "script.py").write_text("import beside, sys; print(__name__, beside.WORD, sys.argv)\n")
-    for command in ([f"{tmp_path}/script.py", "x"], ["-m", "script", "x"]):
-        warm, cold = run(warm_python, *command, cwd=tmp_path), subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True
-        )  # fmt: skip
-        assert warm.stdout == cold.stdout == f"__main__ extent ['{tmp_path}/script.py', 'x']\n", warm.stderr
-
-
 def test_a_command_that_is_killed_takes_its_program_along(warm_python: WarmPython) -> None:
     code = "import time; print('here', flush=True); time.sleep(1000)"
     with subprocess.Popen([warm_python.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
@@ -71,19 +58,6 @@ def test_a_command_that_is_killed_takes_its_program_along(warm_python: WarmPytho
         assert process.stdout.readline() == "here\n"
         process.kill()
         assert process.stdout.read() == "", "the end comes once the program is gone"
-
-
-def test_a_command_that_is_killed_before_it_has_heard_of_its_program_ends_nobody_else(warm_python: WarmPython) -> None:
-    request = {"argv": ["-c", "import time; time.sleep(1000)"], "cwd": os.getcwd(), "environ": dict(os.environ)}
-    there = os.open(Path(warm_python.executable).parent, os.O_PATH)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as command:
-        command.connect(f"/proc/self/fd/{there}/socket")
-        os.close(there)
-        socket.send_fds(command, [json.dumps(request).encode()], [0, 1, 2])
-        poll = select.poll()
-        poll.register(command, select.POLLIN)
-        assert poll.poll(300_000), "it was told of no program"
-    assert run(warm_python, "-c", "print('here')").stdout == "here\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -98,19 +72,6 @@ def test_a_signal_to_the_command_reaches_its_program(number: signal.Signals, war
         assert process.stdout.readline() == "here\n"
         process.send_signal(number)
         assert process.wait(timeout=300) == number + 40
-
-
-def test_the_names_of_a_program_are_there_until_its_last_function(warm_python: WarmPython) -> None:
-    code = (
-        "import atexit, weakref\n"
-        "class Item: pass\n"
-        "item = Item()\n"
-        "weakref.finalize(item, print, 'the item').atexit = False\n"
-        "atexit.register(print, 'the last function')\n"
-    )
-    for python in (warm_python.executable, sys.executable):
-        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=300)
-        assert done.stdout.startswith("the last function\n") and not done.stderr
 
 
 @pytest.mark.parametrize("is_forked", [True, False])

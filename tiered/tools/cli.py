@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from typer.exceptions import TyperException
@@ -25,7 +25,6 @@ from tiered.units import parse_bytes, parse_count
 
 __all__ = ["app", "main"]
 
-_T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 app = typer.Typer(
@@ -55,6 +54,18 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _parsed(parse: Callable[[str], object], metavar: str, help: str) -> Any:
+    """Return an option whose text ``parse`` reads; typer keeps the message of a BadParameter alone."""
+
+    def parser(text: str) -> object:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return typer.Option(parser=parser, metavar=metavar, help=help)
+
+
 Data = Annotated[
     list[Path] | None,
     typer.Option(
@@ -67,9 +78,9 @@ Store = Annotated[
         parser=_path, metavar="DIR", help="Directory to keep the run in; again to stripe over more. Default: runs/demo."
     ),
 ]
-Dram = Annotated[str | None, typer.Option(metavar="SIZE", help="DRAM budget, such as 8GiB. Default: 1GiB.")]
+Dram = Annotated[int | None, _parsed(parse_bytes, "SIZE", "DRAM budget, such as 8GiB. Default: 1GiB.")]
 Params = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Model size, such as 0.4B, instead of layers, width and heads.")
+    int | None, _parsed(parse_count, "SIZE", "Model size, such as 0.4B, instead of layers, width and heads.")
 ]
 Layers = Annotated[int | None, typer.Option(help="Default: 8.")]
 Width = Annotated[int | None, typer.Option(help="Default: 2048.")]
@@ -94,7 +105,12 @@ Resume = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the store that is there and start anew.")]
 Hold = Annotated[
-    str | None, typer.Option(metavar="auto|0|SIZE", help="How much of the budget keeps bytes for good. Default: auto.")
+    str | None,
+    _parsed(
+        lambda text: text if text == "auto" else parse_bytes(text),
+        "auto|0|SIZE",
+        "How much of the budget keeps bytes for good. Default: auto.",
+    ),
 ]
 Activations = Annotated[
     str | None,
@@ -104,7 +120,7 @@ Device = Annotated[
     str | None, typer.Option(metavar="auto|cpu|NAME", help="Where the model computes, such as cuda. Default: auto.")
 ]
 DeviceMemory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="tiered's share of the device's memory. Default: from what is free.")
+    int | None, _parsed(parse_bytes, "SIZE", "tiered's share of the device's memory. Default: from what is free.")
 ]
 UpdateOn = Annotated[
     str | None,
@@ -169,6 +185,7 @@ def _command(job: Callable[_P, int]) -> Callable[_P, Callable[[], int]]:
 
 @_command
 def train(
+    call: typer.Context,
     data: Data = None,
     store: Store = None,
     dram: Dram = None,
@@ -202,20 +219,13 @@ def train(
     yes: Yes = False,
 ) -> int:
     """Train a byte-level GPT on text; model and optimizer live in the store."""
-    options: dict[str, Any] = dict(
-        layers=layers, width=width, heads=heads, context=context, batch=batch, lr=lr, clip=clip, accumulate=accumulate,
-        dtype=dtype, update=update, state=state, seed=seed, steps=steps, commit_every=commit_every,
-        activations=activations, device=device, update_on=update_on,
-        device_memory=_parsed("--device-memory", parse_bytes, device_memory), dram=_parsed("--dram", parse_bytes, dram),
-        hold=hold if hold == "auto" else _parsed("--hold", parse_bytes, hold),
-        data=tuple(str(p.absolute()) for p in data or ()) or None, params=_parsed("--params", parse_count, params),
-    )  # fmt: skip
-    from tiered.tools.train.run import Request, train  # torch takes a second or two: not for a mistyped option
+    options = call.params | {"data": tuple(str(path.absolute()) for path in data or ()) or None}
+    from tiered.tools.train.run import OPTIONS, Request, train  # torch takes a second or two: not for a mistyped option
 
     return train(
         Request(
             directories=tuple(store or [Path("runs/demo")]),
-            given={name: value for name, value in options.items() if value is not None},
+            given={name: value for name, value in options.items() if name in OPTIONS and value is not None},
             durable=durable,
             resume=resume,
             fresh=fresh,
@@ -225,6 +235,7 @@ def train(
             json_file=json,
             timeline_file=timeline,
             program=_program(),
+            words=tuple(call.obj),
         )
     )
 
@@ -342,7 +353,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        job = app(arguments, prog_name="tiered", standalone_mode=False)
+        words = sys.argv[1:] if arguments is None else arguments
+        job = app(words, prog_name="tiered", standalone_mode=False, obj=words)
         status = int(job()) if callable(job) else int(job or 0)  # --help leaves a status and no job
         sys.stdout.flush()
         return status
@@ -356,13 +368,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (KeyboardInterrupt, EOFError, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _parsed(option: str, parse: Callable[[str], _T], text: str | None) -> _T | None:
-    try:
-        return None if text is None else parse(text)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error}") from error
 
 
 def _program() -> str:

@@ -13,7 +13,6 @@ from tiered.units import GiB, KiB, MiB, divide_up, round_up
 
 __all__ = ["FULL", "NUM_TENSOR_WARM_UPS", "NUM_TIER_WARM_UPS", "QUICK", "BenchSettings"]
 
-_FIO_START_S = 0.28  # wall time of a start of fio 3.33
 _SPREAD_NBYTES = 256 * MiB  # more than a processor's cache
 _FASTEST_BYTES_PER_S = 8e9  # of a drive, for the bytes that a time series may write
 _WRITE_BLOCK_NBYTES = 4 * MiB  # a file is a multiple of these
@@ -102,16 +101,6 @@ class BenchSettings:
         total = self.file_nbytes + _WRITE_BLOCK_NBYTES + _TRIAL_NBYTES + num_rounds * self.round_nbytes
         total += sum(divide_up(self.tensors_nbytes, put) * (put + _ROW_NBYTES) + _TRIAL_NBYTES for put in puts)
         return int(total + self.sustained_s * _FASTEST_BYTES_PER_S)
-
-    def estimate_s(self, *, num_directories: int = 1, has_device: bool = False) -> float:
-        """Return about how long it takes beside fio, at some 2 GB/s of the drives and 5 GB/s of copies."""
-        per_point = self.warm_up_s + self.rounds * (2 * self.round_s + _FIO_START_S)
-        per_size = (3 * self.tensor_rounds + 2) * self.tensors_nbytes / 2e9 + 3 * self.tensor_rounds * self.round_s
-        seconds = self.file_nbytes / 2e9 + 2 * self.sustained_s + 3 * self.rounds * self.round_s
-        seconds += len(self.points) * per_point + len(self.tensor_nbytes) * per_size
-        copies_s = 2 * 4 * (1 + self.rounds) * self.copies_nbytes / 5e9
-        tiers_s = 2 * (1 + NUM_TIER_WARM_UPS + self.tensor_rounds) * self.tensors_nbytes / 2e9
-        return num_directories * seconds + has_device * (copies_s + tiers_s)
 
     def fitted(self, free_nbytes: int) -> BenchSettings:
         """Return settings whose files take at most a tenth of ``free_nbytes``, down to 64 MiB.

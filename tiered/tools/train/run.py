@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -25,19 +25,19 @@ from rich.table import Column
 
 import tiered
 from tiered.errors import CapacityError, TieredError, UsageError
-from tiered.tools.console import Interruption, check_writable, confirm, fold, page_width, say, write_report
+from tiered.tools.console import Interruption, check_writable, confirm, fold, say, write_report
 from tiered.tools.inspect import find_run, holds_any_file, holds_store, remove_store
 from tiered.tools.train.config import DTYPES, RunConfig, RunDials, committed_step
 from tiered.tools.train.plan import Plan
 from tiered.tools.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, matrix_flop_per_s, write_timeline
 from tiered.tools.train.task import GPT, Corpus, Loader
-from tiered.units import MiB, spell_bytes, spell_count
+from tiered.units import MiB
 from tiered.zero.compute_device import named_device
 
-__all__ = ["Display", "Request", "TrainingLoop", "train"]
+__all__ = ["OPTIONS", "Display", "Request", "TrainingLoop", "train"]
 
-_SPELLED = {"dram": spell_bytes, "hold": spell_bytes, "device_memory": spell_bytes, "params": spell_count}
-_WIDE = 110  # columns in which a bar has room for tokens/s and GB/s too
+OPTIONS = {"params", *(each.name for each in (*fields(RunConfig), *fields(RunDials)))}
+"""The options of the command line that make a configuration and its dials."""
 
 
 # -- request -------------------------------------------------------------------------------------------------------
@@ -61,6 +61,7 @@ class Request:
     json_file: Path | None = None
     timeline_file: Path | None = None
     program: str = "tiered"  # how the user calls us, for the commands we suggest
+    words: tuple[str, ...] = ("train",)  # of the command line, as the user wrote them
 
     def __post_init__(self) -> None:
         if self.resume and self.fresh:
@@ -76,15 +77,9 @@ class Request:
         """The directories, for people."""
         return ", ".join(map(str, self.directories))
 
-    @property
-    def options(self) -> list[str]:
-        """``given``, as the options it came from, with sizes as people write them."""
-        found: list[str] = []
-        for name, value in self.given.items():
-            for one in value if isinstance(value, tuple) else (value,):
-                text = _SPELLED[name](one) if name in _SPELLED and isinstance(one, int) else str(one)
-                found += (f"--{name.replace('_', '-')}", text)
-        return found
+    def as_written(self, *, without: Sequence[str]) -> str:
+        """Return the command as the user wrote it, but for some of its words."""
+        return f"{self.program} {shlex.join(word for word in self.words if word not in without)}"
 
     def command(self, *options: str) -> str:
         """Return the command that calls the job on the same store with ``options``."""
@@ -118,9 +113,7 @@ def train(request: Request) -> int:
     for line in plan.warnings():  # order: a refusal is all that a user reads
         print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
     if request.dry_run:
-        words = {"--fresh": request.fresh, "--resume": request.resume, "--no-durable": not request.durable}
-        options = [word for word, is_given in words.items() if is_given]
-        print(f"nothing was begun or written; begin: {request.command(*options, *request.options)}")
+        print(f"nothing was begun or written; begin: {request.as_written(without=('--dry-run',))}")
         return 0
     if request.fresh and holds_store(request.directories):
         confirm(
@@ -209,7 +202,7 @@ class Display:
             TextColumn("step"),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)),
             BarColumn(bar_width=16),
-            TextColumn("{task.description}", markup=False),
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
             TimeRemainingColumn(compact=True),
             console=Console(highlight=False),
             disable=not self._is_bar,
@@ -230,14 +223,10 @@ class Display:
             say(text)
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished step, the most important figures alone where there is no room for all."""
-        if self._is_bar:
-            shown = str(record) if self._progress.console.width >= _WIDE else record.outline
-            self._progress.update(self._task, completed=record.step, description=shown)
-        elif not self._is_quiet:
-            begin = f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s"
-            whole = f"{begin}  {record}"
-            print(whole if len(whole) <= page_width() else f"{begin}  {record.outline}", flush=True)
+        """Show a finished step, as much of its line as a bar has room for."""
+        self._progress.update(self._task, completed=record.step, description=str(record))
+        if not (self._is_bar or self._is_quiet):
+            say(f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s  {record}")
 
 
 class _StoppedError(Exception):
@@ -265,7 +254,7 @@ class TrainingLoop:
         later = f", or from step {sealed} if its commit came through" if sealed > step else ""
         if step < 0:
             nothing = "" if later else "nothing was committed yet, "
-            start = request.command("--resume", *request.options)
+            start = f"{request.as_written(without=('--resume', '--fresh'))} --resume"
             return f"{nothing}the run is resumable from step 0{later}: {start}"
         return f"the run is resumable from step {step}{later}: {request.command('--resume')}"
 

@@ -1,8 +1,8 @@
 """The results of a run: the figures of each step, their bound, those of all steps for people, and a timeline.
 
 The timeline is in Chrome's format of trace events, for ui.perfetto.dev or chrome://tracing, as one JSON object: events
-that are complete ("X") on a track of each thread, counters ("C") of the bytes in flight, names as metadata ("M"). Its
-times are microseconds from the first event.
+that are complete ("X") on a track of each thread, and names as metadata ("M"). Its times are microseconds from the
+first event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +54,13 @@ class StepRecord:
     num_tokens: int
     counts: Mapping[str, float]  # seconds and bytes of the step, by the names of ``_counts``
 
-    @property
-    def outline(self) -> str:
-        """The most important figures of the step, for a narrow terminal."""
-        stall = min(1.0, sum(_named("wait", self.counts).values()) / self.seconds)
-        return f"loss {self.loss:.3f}  stall {stall:.0%}"
-
     def __str__(self) -> str:
-        loss, stall = self.outline.split("  ")
+        stall = min(1.0, sum(_named("wait", self.counts).values()) / self.seconds)
         into, out = (self.counts.get(name, 0.0) / self.seconds / 1e9 for name in ("read_bytes", "write_bytes"))
-        tokens = f"{self.num_tokens / self.seconds:,.0f} tokens/s"
-        return f"{loss}  {tokens}  in {into:.2f} out {out:.2f} GB/s  {stall}"
+        return (
+            f"loss {self.loss:.3f}  stall {stall:.0%}  {self.num_tokens / self.seconds:,.0f} tokens/s  "
+            f"in {into:.2f} out {out:.2f} GB/s"
+        )
 
 
 class Stopwatch:
@@ -341,13 +336,12 @@ class RunSummary:
         bound, waits = self._bound, sorted(self._waits.items(), key=lambda item: -item[1])
         told = [f"{_said(seconds)} s {reason}" for reason, seconds in waits if seconds >= 0.005]
         copies = "" if self._device is None else f"PCIe {_said(bound.copy_s)}, "
-        ratio = float(_said(bound.step_s)) / float(_said(bound.seconds)) if bound.seconds else bound.step_over_bound
         unmeasured = "as seen in this run; measure the drive: tiered bench DIR"
         source = "measured by tiered bench" if self._bandwidth else unmeasured
         return [
             f"waited  {', '.join(told) or 'for nothing'} per step",
             f"bound   {_said(bound.seconds)} s (compute {_said(bound.compute_s)}, NVMe {_said(bound.nvme_s)}, {copies}"
-            f"update {_said(bound.update_s)}), step/bound {ratio:.2f}; bandwidth {source}",
+            f"update {_said(bound.update_s)}), step/bound {bound.step_over_bound:.2f}; bandwidth {source}",
             *([f"drawn   {self._timeline}"] if self._timeline else []),
         ]
 
@@ -423,7 +417,7 @@ def write_timeline(file: Path, intervals: Sequence[Interval], num_dropped: int) 
 
 
 def trace_events(intervals: Sequence[Interval]) -> list[dict[str, Any]]:
-    """Return the events for ``intervals``: first those of threads, then the swaps, then the bytes in flight."""
+    """Return the events for ``intervals``: first those of threads, then the swaps."""
     zero_s = min((each.start_s for each in intervals), default=0.0)
     groups: dict[str, list[Interval]] = {}  # by thread, or the word of transfers, which no thread does
     for each in sorted(intervals, key=lambda each: (not each.who, each.who != CALLER, each.who or each.word)):
@@ -438,12 +432,6 @@ def trace_events(intervals: Sequence[Interval]) -> list[dict[str, Any]]:
             args = {"args": {"bytes": each.nbytes}} if each.nbytes else {}
             name = f"{each.word} {each.subject}".strip()
             events.append(_event("X", tid, name, cat=each.word, ts=ts, dur=dur, **args))
-    for word, name in (("swap in", "reads in flight"), ("swap out", "writes in flight")):
-        pairs = (((each.start_s, each.nbytes), (each.end_s, -each.nbytes)) for each in groups.get(word, ()))
-        in_flight = 0
-        for time_s, nbytes in sorted(chain.from_iterable(pairs)):
-            in_flight += nbytes
-            events.append(_event("C", 0, name, ts=(time_s - zero_s) * _US, args={"bytes": in_flight}))
     return events
 
 
