@@ -56,7 +56,7 @@ _THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NVIDIA = Path("/proc/driver/nvidia/version")
 _STATUS = Path("/proc/self/status")
 _TRIAL_NBYTES, _PINNED_TRIAL_NBYTES = 64 * MiB, 4 * MiB
-_NUM_ENTRIES, _FEWEST_ENTRIES = 256, 16  # as many as the engine asks for, and contents itself with
+_NUM_ENTRIES = 256  # as many as the engine asks for
 _NUM_RINGS = 4  # of a store in as many directories; from about Linux 6.14 on each counts as locked memory
 _FEWEST_FILES = 128
 _RAISE_MEMLOCK = (
@@ -286,7 +286,6 @@ def machine_checks() -> list[Checks]:
             {
                 "io_uring": check_io_uring,
                 "huge pages": check_huge_pages,
-                "locked memory": check_memlock,
                 "open files": check_open_files,
             },
         ),
@@ -297,21 +296,23 @@ def machine_checks() -> list[Checks]:
 
 
 def check_io_uring() -> Finding:
-    """Set up a ring as the engine does: a small one where the limit on locked memory does not allow a large one."""
+    """Set up as many rings as several directories need; they may count as locked memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = f"the limit on locked memory is {'unlimited' if soft == resource.RLIM_INFINITY else format_bytes(soft)}"
     cost = "engine threads instead: as fast while Python is idle, 7 instead of 96 % of the drive beside a busy thread"
-    refused = OSError()
-    for num_entries in (_NUM_ENTRIES, _FEWEST_ENTRIES):
-        try:
-            with closing(Ring(num_entries)) as ring:
-                return ok(f"a ring was set up on Linux {platform.release()}, mode {ring.mode}")
-        except DeviceError as error:
-            return slower(str(error), cost=cost, mend="run a newer kernel on x86-64 or aarch64")
-        except OSError as error:
-            refused = error
-            if error.errno != errno.ENOMEM:
-                break
-    reason, mend = _refusal(refused.errno)
-    return slower(f"the kernel refused a ring: {refused.strerror}; {reason}", cost=cost, mend=mend)
+    with contextlib.ExitStack() as rings:
+        for number in range(_NUM_RINGS):
+            try:
+                ring = rings.enter_context(closing(Ring(_NUM_ENTRIES)))
+            except DeviceError as error:
+                return slower(str(error), cost=cost, mend="run a newer kernel on x86-64 or aarch64")
+            except OSError as error:
+                reason, mend = _refusal(error.errno)
+                found = f"the kernel refused ring {number + 1} of {_NUM_RINGS}: {error.strerror}; {reason}; {limit}"
+                if error.errno == errno.ENOMEM:
+                    cost = "a directory whose ring does not fit gets a smaller one, then threads"
+                return slower(found, cost=cost, mend=mend)
+    return ok(f"{_NUM_RINGS} rings were set up on Linux {platform.release()}, mode {ring.mode}; {limit}")
 
 
 def _refusal(number: int | None) -> tuple[str, str]:
@@ -341,8 +342,9 @@ def check_huge_pages() -> Finding:
     buffer = arena.allocate_nowait(_TRIAL_NBYTES)
     assert buffer is not None  # the arena is new and as large
     try:
+        before = _huge_nbytes()
         ctypes.memset(buffer.address, 1, buffer.nbytes)
-        huge_nbytes = _huge_nbytes(buffer.address, kernel_file.text(Path("/proc/self/smaps"), 64 * MiB) or "")
+        huge_nbytes = max(0, _huge_nbytes() - before)
     finally:
         arena.release(buffer)
         arena.close()
@@ -360,33 +362,12 @@ def check_huge_pages() -> Finding:
     return slower(found, cost=cost, mend=mend)
 
 
-def _huge_nbytes(address: int, smaps: str) -> int:
-    """Return the bytes on huge pages in the mapping of ``address``."""
-    is_ours = False
-    for line in smaps.splitlines():
-        start = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
-        if start:
-            is_ours = int(start[1], 16) <= address < int(start[2], 16)
-        elif is_ours and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) * KiB
-    return 0
-
-
-def check_memlock() -> Finding:
-    """Set up as many rings as several directories need: they may count as locked memory."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    found = f"the limit is {'unlimited' if soft == resource.RLIM_INFINITY else format_bytes(soft)}"
-    with contextlib.ExitStack() as rings:
-        for number in range(_NUM_RINGS):
-            try:
-                rings.enter_context(closing(Ring(_NUM_ENTRIES)))
-            except (OSError, DeviceError) as error:
-                if getattr(error, "errno", None) != errno.ENOMEM:
-                    return ok(f"{found}; without io_uring nothing asks for it")
-                found += f"; {number} of {_NUM_RINGS} rings could be set up at once"
-                cost = "a directory whose ring does not fit gets a smaller one, then threads; see io_uring"
-                return slower(found, cost=cost, mend=_RAISE_MEMLOCK)
-    return ok(found)
+def _huge_nbytes() -> int:
+    """Return the bytes of this process on huge pages."""
+    found = re.search(
+        r"^AnonHugePages:\s+(\d+) kB", kernel_file.text(Path("/proc/self/smaps_rollup")) or "", re.MULTILINE
+    )
+    return int(found[1]) * KiB if found else 0
 
 
 def check_open_files() -> Finding:
@@ -458,11 +439,10 @@ def check_process_groups() -> Finding:
     cost = "no training on several ranks; one rank needs none"
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return broken("this torch is built without gloo", cost=cost, mend="pip install --force-reinstall torch")
-    fd = os.memfd_create("tiered-doctor", os.MFD_CLOEXEC)  # the store's file: nothing is left of it
     try:
         torch.distributed.init_process_group(
             "gloo",
-            store=torch.distributed.FileStore(f"/proc/self/fd/{fd}", 1),  # type: ignore[attr-defined]  # where there is gloo
+            store=torch.distributed.HashStore(),  # type: ignore[attr-defined]  # where there is gloo
             rank=0,
             world_size=1,
             timeout=datetime.timedelta(seconds=_GROUP_DEADLINE_S),
@@ -472,7 +452,5 @@ def check_process_groups() -> Finding:
     except RuntimeError as error:  # torch.distributed raises it, as DistError and its kin
         mend = "name a network interface that works: export GLOO_SOCKET_IFNAME=lo"
         return broken(f"gloo failed: {str(error).partition(chr(10))[0][:200]}", cost=cost, mend=mend)
-    finally:
-        os.close(fd)
     nccl = "is there too" if torch.distributed.is_nccl_available() else "is not there (ranks on GPUs would want it)"
     return ok(f"one rank was reduced over gloo; NCCL {nccl}")

@@ -13,12 +13,9 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
 from tiered.bytes import kernel_file
 from tiered.bytes.critical_section import BoundedThread
-from tiered.tools.console import MAY_HANG, check_writable, fold, page_width, write_report
+from tiered.tools.console import MAY_HANG, check_writable, say, write_report
 from tiered.tools.doctor.checks import (
     MACHINE,
     Checks,
@@ -37,7 +34,6 @@ _DEADLINE_S = 6.0  # with torch's import and a margin, less than 10 s in all
 _HEAD_START_S = 0.25  # of a group before the next: the time of a flush is the drive's, not that of another check
 _SEE_LOG = "see the kernel log (dmesg) for the reason"
 _VERSION = 2
-_STYLES = {Outcome.BROKEN: "bold red", Outcome.SLOWER: "yellow", Outcome.OK: "green"}  # the worst first
 
 
 def doctor(directories: Sequence[Path], json_file: str | None = None) -> int:
@@ -76,7 +72,7 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings by outcome; within an outcome the machine's come first."""
-    return tuple(sorted(findings, key=lambda one: (list(_STYLES).index(one.outcome), one.subject != MACHINE)))
+    return tuple(sorted(findings, key=lambda one: (list(Outcome).index(one.outcome), one.subject != MACHINE)))
 
 
 def examine(groups: Sequence[Checks], deadline_s: float) -> list[Finding]:
@@ -173,20 +169,14 @@ class DoctorReport:
         """Return the report for programs; ``version`` changes when the meaning of anything in it does."""
         return {"version": _VERSION, "status": self.status, "verdict": self.verdict, **asdict(self)}
 
-    def show(self, console: Console | None = None) -> None:
+    def show(self) -> None:
         """Print a paragraph for each finding, and the verdict as the last one; all fit the page."""
-        console = console or Console(width=page_width())
         margin = 10 + max((len(finding.check) for finding in self.findings), default=0)
         for finding in self.findings:
-            word, subject = finding.outcome.value, finding.subject
-            head = finding.found if subject == MACHINE else f"{subject}: {finding.found}"
-            lines = fold(f"{f'{word:<7} {finding.check}':<{margin}}{head}", indent=margin, width=console.width)
+            head = finding.found if finding.subject == MACHINE else f"{finding.subject}: {finding.found}"
+            say(f"{f'{finding.outcome:<7} {finding.check}':<{margin}}{head}", indent=margin)
             mend = "mend:" if finding.cost else "next:"
             for label, words in (("costs:", finding.cost), (mend, finding.mend)):
                 if words:
-                    lines += fold(f"{' ' * margin}{label:<7}{words}", indent=margin + 7, width=console.width)
-            # Text, not str: a finding may contain brackets, which a string would lose as markup.
-            text = Text.assemble((word, _STYLES[finding.outcome]), "\n".join(lines)[len(word) :])
-            console.print(text, soft_wrap=True, highlight=False)
-        for line in fold(self.verdict, indent=2, width=console.width):
-            console.print(Text(line, style="bold"), soft_wrap=True)
+                    say(f"{' ' * margin}{label:<7}{words}", indent=margin + 7)
+        say(self.verdict, indent=2)
