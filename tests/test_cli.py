@@ -6,9 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,8 +19,6 @@ from tiered.tools import cli
 from tiered.tools.cli import main
 from tiered.tools.train.config import RunConfig, RunDials
 from tiered.tools.train.plan import Plan
-from tiered.tools.train.run import Display
-from tiered.tools.train.summary import StepRecord
 from tiered.tools.train.task import Corpus
 from tiered.units import format_bytes
 
@@ -279,43 +275,6 @@ class TestPlan:
         directories[0].mkdir()
         (directories[0] / "data-000").write_bytes(b"x" * 8192)
         short.check_space()
-
-
-class TestDisplay:
-    """What is shown while a run works."""
-
-    RECORD = StepRecord(3, 5.25, 2.0, 2048, {"read_bytes": 4e9, "write_bytes": 3e9, "wait: update": 0.5})
-
-    @pytest.fixture(autouse=True)
-    def ended_refreshes(self) -> Iterator[None]:
-        """Wait for the thread that refreshes a terminal, which rich tells to end and does not wait for."""
-        yield
-        for thread in threading.enumerate():
-            if type(thread).__module__ == "rich.live":
-                thread.join(10)
-
-    def test_a_line_per_step_where_there_is_no_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
-        with Display(24, first_step=0, quiet=False) as display:
-            display.step(self.RECORD)
-        with Display(24, first_step=0, quiet=True) as display:
-            display.note("building the model")
-            display.step(self.RECORD)
-        assert capsys.readouterr().out == (
-            "step 3/24  2.00 s  loss 5.250  stall 25%  1,024 tokens/s  in 2.00 out 1.50 GB/s\n"
-        )
-
-    @pytest.mark.parametrize("columns", [40, 80, 109, 160])
-    def test_the_number_of_the_step_is_whole_on_a_narrow_terminal(
-        self, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with Display(100_000, first_step=99_990, quiet=False) as display:
-            display.step(replace(self.RECORD, step=99_997))
-        shown = capsys.readouterr().out
-        assert "99997/100000" in shown.replace(" ", "")
-        assert columns < 80 or ("loss 5.250" in shown and "stall 25%" in shown)
-        assert columns < 110 or "GB/s" in shown
 
 
 class TestInterruption:

@@ -17,9 +17,8 @@ from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tiered.bytes.device.profile import PROFILE_NAME, load_profile
 from tiered.errors import UsageError
-from tiered.tools.bench.command import BenchRequest, _finish, _terminated, bench, confirm_writes
+from tiered.tools.bench.command import BenchRequest, _finish, bench, confirm_writes
 from tiered.tools.bench.report import Bandwidth, BenchReport, Best, DirectoryReport
-from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
 from tiered.tools.cli import main
 from tiered.tools.doctor.description import directory_description, machine_description
@@ -200,8 +199,6 @@ class TestRefusals:
         confirm_writes([described], 10 * GiB, GiB, yes=False)  # a tenth is not more than a tenth
         with pytest.raises(UsageError, match=r"up to 11\.0 GiB .*no terminal to ask on: add --yes"):
             confirm_writes([described], 11 * GiB, GiB, yes=False)
-        with Session(BenchReport(machine_description(), FEW), "auto") as session:
-            session.line("measured")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -215,23 +212,8 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, tmp_path: Path, 
         process.send_signal(number)
         output, error = process.communicate(timeout=300)
     assert process.returncode == 128 + number, error
-    assert ("stopped by Ctrl-C; nothing was left behind" in output) == (number == signal.SIGINT)
+    assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; nothing was left behind" in output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
-def test_what_ends_the_process_puts_everything_back_first_unless_it_is_ignored(number: signal.Signals) -> None:
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        with pytest.raises(SystemExit, match=str(128 + number)), _terminated():
-            signal.raise_signal(number)
-        assert signal.getsignal(number) == signal.SIG_DFL
-        signal.signal(number, signal.SIG_IGN)  # as nohup has it
-        with _terminated():
-            signal.raise_signal(number)
-        assert signal.getsignal(number) == signal.SIG_IGN
-    finally:
-        signal.signal(number, before)
 
 
 class TestSettings:
@@ -240,7 +222,6 @@ class TestSettings:
         points = {(point.op, point.block_nbytes) for point in QUICK.points}
         assert points >= {(op, size * MiB) for op in ("read", "write") for size in (1, 4, 8)}
         assert QUICK.rounds >= 5 and QUICK.sustained_s == 0
-        assert QUICK.estimate_s() < 55
         for settings in (QUICK, QUICK.fitted(GiB)):
             assert settings.write_nbytes(num_directories=num_directories, has_device=True) <= 30 * GiB
 
@@ -273,7 +254,6 @@ class TestSettings:
         for settings in (FULL, QUICK):
             assert settings.tier_dram_nbytes <= settings.tensors_nbytes // 2
             assert settings.tier_tensor_nbytes == 16 * MiB <= settings.tier_dram_nbytes // 16
-        assert QUICK.estimate_s(has_device=True) < 55
 
     def test_files_fit_and_tensors_that_find_no_room_twice_are_left_out(self) -> None:
         assert FULL.fitted(1000 * GiB) == FULL

@@ -13,6 +13,11 @@ from tiered.tools.train.plan import Plan
 from tiered.tools.train.summary import RunSummary, StepRecord
 
 
+def test_a_step_has_one_line() -> None:
+    record = StepRecord(3, 5.25, 2.0, 2048, {"read_bytes": 4e9, "write_bytes": 3e9, "wait: update": 0.5})
+    assert str(record) == "loss 5.250  1,024 tokens/s  in 2.00 out 1.50 GB/s  stall 25%"
+
+
 def test_the_first_step_is_left_out_of_how_long_the_others_waited(tmp_path: Path) -> None:
     plan = Plan(RunConfig(1, 8, 1, 8), RunDials(), (tmp_path,), durable=False, first_step=0)
     first = StepRecord(1, 5.0, 9.0, 8, {})

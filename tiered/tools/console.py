@@ -29,7 +29,6 @@ INTERRUPTED = 130
 MAY_HANG = "tiered-doctor"
 """The name of threads that may hang for good: the process of a command line ends without them."""
 
-_SHOW_CURSOR = b"\x1b[?25h"  # a progress bar hides it
 _NARROWEST = 40  # below it a line of figures is worse folded than broken by the terminal
 
 
@@ -119,7 +118,7 @@ class Interruption:
         self._notice = notice
         self._farewell = farewell
         self._signals = tuple(signals)
-        self._previous: list[Callable[[int, FrameType | None], object] | int | None] = []
+        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def cause(self) -> str:
@@ -127,20 +126,20 @@ class Interruption:
         return "Ctrl-C" if self.status == INTERRUPTED else signal.Signals(self.status - 128).name
 
     def __enter__(self) -> Interruption:
-        self._previous = [signal.signal(number, self._on_signal) for number in self._signals]
+        for number in self._signals:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, previous in zip(self._signals, self._previous, strict=True):
+        for number, previous in self._previous.items():
             signal.signal(number, previous)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.status = 128 + number
         if self.requested:
-            if os.isatty(1):
-                _write(1, _SHOW_CURSOR)
             _write(2, f"\n{self._farewell()}\n".encode("utf-8", "replace"))
             os._exit(self.status)
         self.requested = True

@@ -56,7 +56,6 @@ def measure_link(session: Session, device: torch.device, directory: str) -> None
     check.
     """
     settings = session.settings
-    session.now(f"copies to and from {device}", 0.0)
     with _current(device), session.folders(directory) as folders:
         num_blocks = max(1, settings.copy_memory_nbytes // settings.copy_nbytes)
         dram = max(MIN_DRAM_NBYTES, (2 * num_blocks + 1) * settings.copy_nbytes)
@@ -84,7 +83,6 @@ def measure_swap(session: Session, device: torch.device) -> None:
     """Measure swapping over three tiers, by a store over all directories, once these were measured; blocks."""
     report = session.report
     assert report.compute_device is not None
-    session.now(f"all three tiers at once, {device} at the top", 0.99)
     with _current(device), session.folders() as folders:
         measure_three_tiers(session, folders, device, report.compute_device, report.drives)
 

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,14 +19,12 @@ from tiered.tools.bench.report import BenchReport, DirectoryReport, compute_verd
 from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
 from tiered.tools.bench.suite import Suite, measure_together
-from tiered.tools.console import INTERRUPTED, Interruption, check_writable, confirm, say, write_report
+from tiered.tools.console import Interruption, check_writable, confirm, say, write_report
 from tiered.tools.doctor.checks import check_drives
 from tiered.tools.doctor.description import DirectoryDescription, machine_description
 from tiered.units import format_bytes
 
 __all__ = ["BenchRequest", "bench", "confirm_writes"]
-
-_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGINT is an Interruption's
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,11 @@ class BenchRequest:
 
 
 class _Stopped(Exception):
-    """Ctrl-C was pressed once: end in good order."""
+    """A signal came: end in good order."""
 
 
 def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
-    """Measure and report; return the exit status: 0, or 130 when Ctrl-C stopped it in good order.
+    """Measure and report; return the exit status: 0, or 130, 143 and 129 when a signal stopped it in good order.
 
     Nothing is written before that was agreed to. Afterwards only the profile of each directory is left there.
     Raises TieredError.
@@ -76,9 +74,7 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
     say(f"this writes at most {format_bytes(nbytes)} to {each}", indent=2)
     paths = [one.path for one in machine.directories]
     say(*machine.lines(), *([f"drives    {check_drives(paths).found}"] if paths[1:] else []), indent=10)
-    seconds = settings.estimate_s(num_directories=len(machine.directories), has_device=has_device)
-    time = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    say(f"about {time}; Ctrl-C ends it in good order")
+    say("Ctrl-C ends it in good order")
     confirm_writes(machine.directories, nbytes, settings.file_nbytes, yes=request.yes)
     report = BenchReport(machine, settings)
 
@@ -91,13 +87,17 @@ def bench(request: BenchRequest, settings: BenchSettings | None = None) -> int:
         return "ended at once; nothing was left behind"
 
     session = Session(report, request.engine, check)
-    interruption = Interruption("stopping after the round in hand (Ctrl-C again: at once)", farewell)
-    with _terminated(), interruption, session:
+    interruption = Interruption(
+        "stopping after the round in hand (Ctrl-C again: at once)",
+        farewell,
+        signals=(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
+    )
+    with interruption:
         try:
             _measure(session, request)
         except _Stopped:
-            session.line("stopped by Ctrl-C; nothing was left behind, and nothing is reported")
-            return INTERRUPTED
+            session.line(f"stopped by {interruption.cause}; nothing was left behind, and nothing is reported")
+            return interruption.status
     _finish(report, request)
     return 0
 
@@ -168,19 +168,3 @@ def _kept(write: Callable[[], Path]) -> str:
         return f"kept in {write()}"
     except TieredError as error:
         return f"not kept ({error})"
-
-
-@contextmanager
-def _terminated() -> Iterator[None]:
-    """Let the signals that end a process raise, so that everything is put back; but none that is ignored."""
-
-    def on_signal(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    previous = {number: signal.getsignal(number) for number in _END_SIGNALS}
-    with ExitStack() as undo:
-        for number, action in previous.items():
-            if action != signal.SIG_IGN:  # as nohup has it
-                undo.callback(signal.signal, number, action)
-                signal.signal(number, on_signal)
-        yield

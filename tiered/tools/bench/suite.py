@@ -53,7 +53,6 @@ class Suite:
     def run(self) -> DirectoryReport:
         """Measure everything; blocks for minutes. Raises TieredError and the errors of the session's check."""
         report, line, settings = self.report, self._session.line, self._settings
-        self._now(f"engine {self._session.engine}: writing the file that is measured", 0.0)
         with ScratchFile(
             report.directory,
             engine=self._session.engine,
@@ -66,9 +65,7 @@ class Suite:
             self._find_fio(scratch)
             line(TITLE)
             rows = []
-            for number, point in enumerate(settings.points):
-                done = (number + 1) / (len(settings.points) + 2)
-                self._now(f"{point.op} {format_bytes(point.block_nbytes)} x {point.depth}", done)
+            for point in settings.points:
                 rows.append(self._measure_point(scratch, point))
                 self._session.add(rows[-1])
             best = report.best = best_of(rows)
@@ -108,7 +105,6 @@ class Suite:
 
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         """Run rounds of reads, of writes and of both in turn at the best settings, through all of the memory."""
-        self._now("through memory larger than the caches", 0.88)
         reads, writes, mixed = self._in_turn(scratch, [self._pattern(op, best) for op in OPS], is_spread=True)
         read, write = (1e9 * statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
         seconds = sum(one.seconds for one in mixed)
@@ -137,7 +133,6 @@ class Suite:
             return scratch.run(self._pattern(op, best), is_spread=True).gb_per_s
 
         for tensor_nbytes in self._settings.tensor_nbytes:
-            self._now(f"tensors of {format_bytes(tensor_nbytes)}", 0.95)
             with self._session.folders(directory) as folders:
                 rows = _measure_tensors(
                     folders, tensor_nbytes, self._settings, directory=directory, engine=scratch.device.engine, raw=raw
@@ -149,7 +144,6 @@ class Suite:
         if not settings.sustained_s:
             return
         for op in ("write", "read"):
-            self._now(f"{op} for {settings.sustained_s:.0f} s", 0.98)
             samples = self._time_series(scratch, self._pattern(op, best))
             report.sustained += samples
             rates = [sample.gb_per_s for sample in samples] or [0.0]
@@ -188,9 +182,6 @@ class Suite:
     def _pattern(self, op: str, best: Best) -> Pattern:
         depths = {"read": best.read_depth, "write": best.write_depth}
         return self._settings.pattern(op, best.block_bytes, depths.get(op, max(2, *depths.values())))
-
-    def _now(self, text: str, done: float) -> None:
-        self._session.now(f"{self.report.directory}: {text}", done)
 
 
 def measure_pairs(
@@ -249,7 +240,6 @@ def measure_together(session: Session) -> None:
         return (drives.read_bytes_per_s if op == "read" else drives.write_bytes_per_s) / 1e9
 
     num = len(report.directories)
-    session.now(f"a store over all {num} directories", 0.99)
     session.line(f"\na store over all {num}; raw: the sum of each drive alone", TITLE)
     with session.folders() as folders:
         rows = _measure_tensors(

@@ -19,9 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column
 
 import tiered
 from tiered.errors import CapacityError, TieredError, UsageError
@@ -34,7 +31,7 @@ from tiered.tools.train.task import GPT, Corpus, Loader
 from tiered.units import MiB
 from tiered.zero.compute_device import named_device
 
-__all__ = ["OPTIONS", "Display", "Request", "TrainingLoop", "train"]
+__all__ = ["OPTIONS", "Request", "TrainingLoop", "train"]
 
 OPTIONS = {"params", *(each.name for each in (*fields(RunConfig), *fields(RunDials)))}
 """The options of the command line that make a configuration and its dials."""
@@ -190,45 +187,6 @@ def _plan(request: Request) -> Plan:
 # -- loop ----------------------------------------------------------------------------------------------------------
 
 
-class Display:
-    """The output of a run while it works, for the training thread between ``__enter__`` and ``__exit__``.
-
-    A bar on a terminal, whose step number has room before all else; a line per step elsewhere; nothing when quiet.
-    """
-
-    def __init__(self, num_steps: int, *, first_step: int, quiet: bool) -> None:
-        self._num_steps, self._is_bar, self._is_quiet = num_steps, not quiet and sys.stdout.isatty(), quiet
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(num_steps)) + 1)),
-            BarColumn(bar_width=16),
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
-            TimeRemainingColumn(compact=True),
-            console=Console(highlight=False),
-            disable=not self._is_bar,
-        )
-        self._task = self._progress.add_task("", total=num_steps, completed=first_step)
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def note(self, text: str) -> None:
-        """Show the run's present work: beside the bar until the next step, or in a line."""
-        self._progress.update(self._task, description=text)
-        if not (self._is_bar or self._is_quiet):
-            say(text)
-
-    def step(self, record: StepRecord) -> None:
-        """Show a finished step, as much of its line as a bar has room for."""
-        self._progress.update(self._task, completed=record.step, description=str(record))
-        if not (self._is_bar or self._is_quiet):
-            say(f"step {record.step}/{self._num_steps}  {record.seconds:.2f} s  {record}")
-
-
 class _StoppedError(Exception):
     """Leaves the store's block before the first step, so that no half-built model is committed on the way out."""
 
@@ -272,8 +230,7 @@ class TrainingLoop:
             with tiered.Store(
                 *plan.directories, dram=dials.dram, device_memory=device_memory, durable=plan.durable
             ) as store:
-                with Display(dials.steps, first_step=plan.first_step, quiet=self._request.quiet) as display:
-                    return self._train(store, display, interruption)
+                return self._train(store, interruption)
         except _StoppedError:
             return None
         except TieredError as error:
@@ -287,9 +244,9 @@ class TrainingLoop:
                         path.rmdir()
             raise
 
-    def _train(self, store: tiered.Store, display: Display, interruption: Interruption) -> RunSummary:
+    def _train(self, store: tiered.Store, interruption: Interruption) -> RunSummary:
         plan, timeline_file = self._plan, self._request.timeline_file
-        display.note(f"{'going on with' if plan.first_step else 'building'} the model")
+        self._say(f"{'going on with' if plan.first_step else 'building'} the model")
         model, optimizer, step = self._build(store)
         self._is_built = True
         peak = 0.0 if plan.device.type == "cpu" else matrix_flop_per_s(plan.device, DTYPES[self._config.dtype])
@@ -305,13 +262,17 @@ class TrainingLoop:
             if step % plan.dials.commit_every == 0:
                 self._commit(store, step)
             records.append(stopwatch.lap(step, loss, self._config.tokens_per_step))
-            display.step(records[-1])
+            self._say(f"step {step}/{plan.dials.steps}  {records[-1].seconds:.2f} s  {records[-1]}")
         self._commit(store, step)  # also between two commits
         if plan.durable:
             store.wait_for_commit()
             self._commit(store, step)  # which notes that the step is durable
         drawn = write_timeline(timeline_file, *store.working_set.recorder.stop()) if timeline_file is not None else ""
         return RunSummary(plan, records, store, peak_flop_per_s=peak, timeline=drawn)
+
+    def _say(self, text: str) -> None:
+        if not self._request.quiet:
+            say(text)
 
     def _build(self, store: tiered.Store) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
         """Return the model, its optimizer and the number of steps done, all as the last commit left them."""

@@ -58,8 +58,8 @@ class StepRecord:
         stall = min(1.0, sum(_named("wait", self.counts).values()) / self.seconds)
         into, out = (self.counts.get(name, 0.0) / self.seconds / 1e9 for name in ("read_bytes", "write_bytes"))
         return (
-            f"loss {self.loss:.3f}  stall {stall:.0%}  {self.num_tokens / self.seconds:,.0f} tokens/s  "
-            f"in {into:.2f} out {out:.2f} GB/s"
+            f"loss {self.loss:.3f}  {self.num_tokens / self.seconds:,.0f} tokens/s  "
+            f"in {into:.2f} out {out:.2f} GB/s  stall {stall:.0%}"
         )
 
 
