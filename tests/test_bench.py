@@ -48,16 +48,6 @@ def test_train_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert result["verdict"] in output
 
 
-def test_train_step_compares_settings_of_our_own_on_a_slower_drive(tmp_path: Path, warm_python: WarmPython) -> None:
-    options = ("--pairs", "1", "--micro-steps", "2", "--throttle", "1GB")
-    options += ("--against", "durable=no,digests=false")
-    result, output = train("train_step", tmp_path, *options, python=warm_python)
-    assert result["ratio"] > 0
-    assert "against: tiered" in output
-    assert "not durable, without digests, throttled to 1GB/s each way, full duplex" in output
-    assert result["cpu_seconds"] > 0 and result["against_cpu_seconds"] > 0
-
-
 def test_a_bench_compares_with_another_checkout(tmp_path: Path, warm_python: WarmPython) -> None:
     """This tree stands for the other one."""
     for tree in (ROOT, tmp_path):
@@ -106,13 +96,6 @@ def test_memory_is_drawn_from_the_reports_of_runs(tmp_path: Path, warm_python: W
     result, _ = run("memory", *reports, "--plot", tmp_path / "memory.png", python=warm_python)
     assert [row["in_memory_bytes"] for row in result["rows"]] == [6_400_000_000, 112_000_000_000]
     assert (tmp_path / "memory.png").stat().st_size > 10_000
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not Path("/sys/fs/cgroup/memory").is_dir(), reason="needs a cgroup of its own")
-def test_scale_runs_in_a_memory_limit(tmp_path: Path, warm_python: WarmPython) -> None:
-    options = ("--sizes", "100K", "--memory-limit", "1GiB")
-    result, _ = train("scale", tmp_path, *options, python=warm_python, forks=False)
-    assert 0 < result["rows"][0]["group_peak_bytes"] <= 1 << 30
 
 
 def test_compare_says_what_is_missing(tmp_path: Path, warm_python: WarmPython) -> None:
