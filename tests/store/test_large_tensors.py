@@ -120,23 +120,6 @@ def test_a_key_has_two_sets_of_extents_at_most(rig: Rig) -> None:
     assert rig.used_nbytes == SIZE
 
 
-def test_put_many_writes_at_once_what_single_puts_leave_for_later() -> None:
-    rig = Rig(budget_nbytes=16 * NBYTES)
-    rig.store["single"] = OLD
-    assert rig.state("single") is EntryState.DIRTY
-    rig.store.put_many({"a": OLD, "b": NEW})
-    rig.store.working_set.space.close()  # waits for what is on its way
-    assert {rig.state(key) for key in "ab"} == {EntryState.CLEAN}
-    assert rig.gate.events.count("write") == 6
-    rig.store.put_many({"a": NEW})  # written once before a commit, as often as it is put
-    assert rig.state("a") is EntryState.DIRTY and rig.state("single") is EntryState.DIRTY
-    assert rig.used_nbytes == 2 * SIZE
-    rig.store.commit()
-    store = rig.reopen()
-    assert torch.equal(store["single"], OLD) and torch.equal(store["a"], NEW) and torch.equal(store["b"], NEW)
-    rig.close()
-
-
 # -- resident gets -----------------------------------------------------------------------------------------------------
 
 

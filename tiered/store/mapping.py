@@ -139,9 +139,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
 
-        Tensors of 8 MiB and more are written once they are copied; single puts leave as much as an eighth of the
-        budget to be written when it is needed, or by the commit. Pairs are taken ahead of their puts: none may be
-        computed from what an earlier pair of the same call puts.
+        As much as an eighth of the budget is left to be written when it is needed, or by the commit. Pairs are taken
+        ahead of their puts: none may be computed from what an earlier pair of the same call puts.
         """
         pairs = values.items() if isinstance(values, Mapping) else values
         each = iter(functools.partial(outside, next, iter(pairs)), object())  # the caller's code, which may take long

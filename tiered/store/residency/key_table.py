@@ -99,8 +99,7 @@ class Entries:
 
     def __getitem__(self, name: str) -> Entry:
         entry = self.get(name)
-        if entry is None:
-            raise KeyError(name)
+        assert entry is not None, name
         return entry
 
     def __setitem__(self, name: str, entry: Entry) -> None:

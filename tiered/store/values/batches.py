@@ -31,7 +31,7 @@ from tiered.store.residency.residency import Residency
 from tiered.store.transfers.transfer import submit_all
 from tiered.store.values.streaming import give_back, install, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
-from tiered.store.values.values import LARGE_NBYTES, Values
+from tiered.store.values.values import Values
 from tiered.store.values.window import OnDone, Window, WindowJob
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
@@ -303,16 +303,7 @@ class _Puts:
                     f"put_many, at {self._key!r}: {error}. Leases that its values come from are open as long as "
                     "the caller keeps them: give pairs of a generator that leases one key at a time"
                 ) from error
-            if self._spec.nbytes >= LARGE_NBYTES:
-                self._write_large()
             self._advance()
-
-    def _write_large(self) -> None:
-        """Start to write the value that was put last, unless the key was written since the last commit."""
-        with self._working_set.condition:
-            entry = self._working_set.entries.get(self._key)
-        if entry is not None and entry.landing is None and not entry.held:
-            self._working_set.write([entry], entry.nbytes)
 
     def _write(self, buffer: Buffer, on_done: OnDone) -> Iterator[_Batch]:
         """Write the next small values to extents, and under key ids, of their own; then install them.

@@ -20,13 +20,9 @@ from tiered.store.values.parts import PartValues
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import check_block, flat_of, plain_value, read_resident, result_for
 from tiered.store.waiting.calling_thread import refuse_modes
-from tiered.units import MiB
 
-__all__ = ["LARGE_NBYTES", "Values", "adopt"]
+__all__ = ["Values", "adopt"]
 
-
-LARGE_NBYTES = 8 * MiB
-"""From here on put_many has a tensor written at once."""
 
 _SMALLEST_BLOCK_NBYTES = 1 << MIN_BLOCK_SHIFT
 
