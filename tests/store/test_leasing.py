@@ -37,11 +37,6 @@ def test_a_lease_is_typed_and_shaped_and_starts_on_a_page(working_set: Residency
     assert lease.release()
 
 
-def test_an_unknown_mode_is_refused(working_set: Residency) -> None:
-    with pytest.raises(ValueError, match="expected mode"):
-        working_set.lease("a", "x")
-
-
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_a_lease_for_writing_that_changed_nothing_leaves_nothing_to_write(store: Store, is_committed: bool) -> None:
     """And what no commit had before it is in the next one nevertheless."""

@@ -152,8 +152,6 @@ class Residency(MemoryWait):
         for writing makes the key dirty. Bytes that a lingering lease still reads are copied, not overwritten.
         Raises KeyError, LeaseError (an unreleased lease conflicts), CapacityError, CorruptionError, DeviceError.
         """
-        if mode not in ("r", "w", "rw"):
-            raise ValueError(f'lease of {key!r}: expected mode "r", "w" or "rw", got {mode!r}')
         self.check(writing=mode != "r")
         refuse_modes("lease", key)
         with self.mark:
