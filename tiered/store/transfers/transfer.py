@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import CorruptionError, DeviceError, TieredError
@@ -20,7 +21,9 @@ from tiered.store.format.row import Extent, Row, part_of, pieces
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.units import round_up
 
-__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all", "submit_all"]
+__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all", "submit_all", "without_frames"]
+
+_E = TypeVar("_E", bound=BaseException)
 
 
 def submit_all(devices: Sequence[Device], operations: Iterable[tuple[int, Operation]]) -> None:
@@ -214,7 +217,7 @@ class Transfer:
         return DIGEST_NBYTES * num_blocks(nbytes, self.row.block_nbytes)
 
     def _piece_done(self, slab: int, piece: Extent, operation: Operation) -> None:
-        failure = None if operation.error is None else _without_frames(self._translate(piece, operation.error))
+        failure = None if operation.error is None else without_frames(self._translate(piece, operation.error))
         with self._lock:
             if failure is not None and self.error is None:
                 self.error, self.failed_piece = failure, piece
@@ -323,11 +326,15 @@ def start_all(transfers: Iterable[Transfer]) -> None:
         transfer.start()
 
 
-def _without_frames(error: Exception) -> Exception:
-    # Lifetime: an error is kept until it is raised. Its frames, and through them those of a submitter to a device
-    # that completes at once, would keep leased tensors alive as long.
-    link: BaseException | None = error
-    while link is not None:
+def without_frames(error: _E) -> _E:
+    """Drop the frames of ``error`` and of those that led to it; return it.
+
+    Lifetime: an error is kept until it is raised. Its frames, and through them those of a submitter to a device that
+    completes at once, would keep leased tensors alive as long; a frame that is cleared keeps its closure.
+    """
+    left: list[BaseException] = [error]
+    while left:
+        link = left.pop()
         link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+        left += [each for each in (link.__cause__, link.__context__) if each is not None and each.__traceback__]
     return error

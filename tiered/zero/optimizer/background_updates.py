@@ -340,14 +340,11 @@ class UpdateThread(Updates):
 
     def _update_buckets(self, update: UnitUpdate) -> None:
         sources = update.begin()
-        try:
-            for buckets in update.rounds():
-                if self._is_cancelled:
-                    raise _CancelledError
-                self._pipeline.update(buckets, sources, update.schedule)
-                self._num_buckets += len(buckets)  # a sign of progress
-        finally:
-            sources.clear()
+        for buckets in update.rounds():
+            if self._is_cancelled:
+                raise _CancelledError
+            self._pipeline.update(buckets, sources, update.schedule)
+            self._num_buckets += len(buckets)  # a sign of progress
 
     def _notify(self) -> None:
         with self._condition:

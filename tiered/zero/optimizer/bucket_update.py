@@ -17,6 +17,7 @@ import torch
 
 from tiered.errors import UsageError
 from tiered.store.residency.residency import Lease, Residency
+from tiered.store.transfers.transfer import without_frames
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.tiers.device_tier import HostPlace
@@ -257,6 +258,6 @@ def outcome_of(action: Callable[[], object]) -> BaseException | None:
     try:
         action()
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # lifetime: their locals may be views of leased bytes
-        return error
+        _log.debug("%s", traceback.format_exc())
+        return without_frames(error)  # lifetime: their locals may be views of leased bytes
     return None
