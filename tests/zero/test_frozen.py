@@ -171,7 +171,7 @@ def test_bits_of_what_is_frozen_and_unfrozen(name: str, durable: bool, update: s
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
 
 
-MOMENTS = ["in a forward", "between forward and backward", "between micro-steps", "between backward and step"]
+MOMENTS = ["in a forward", "between micro-steps", "between backward and step"]
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -197,7 +197,6 @@ def test_an_unfreezing_inside_a_step_is_refused_and_after_it_done(moment: str, u
             with tiered.accumulate(model) if index == 0 else torch.enable_grad():
                 loss = model(batch(index))
                 losses.append(loss.detach().clone())
-                refused("between forward and backward")
                 loss.backward()
                 refused("between micro-steps" if index == 0 else "between backward and step")
         hook.remove()
@@ -206,6 +205,50 @@ def test_an_unfreezing_inside_a_step_is_refused_and_after_it_done(moment: str, u
         optimizer.zero_grad()
         losses += [loss for loss, _ in steps(model, optimizer, store, 1, 3, num_micro_steps=2)]
         assert_equal((losses, model.state_dict(), moments(model, optimizer)), expected)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_bits_of_an_unfreezing_after_a_forward(is_used: bool, update: str, tmp_path: Path) -> None:
+    """The forward may be an evaluation without ``no_grad``; its graph has no gradient for the parameter."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        first = model(batch(0))
+        unfreeze("blocks.1.a")(model)
+        losses = [first, first if is_used else model(batch(1))]
+        for index in range(2, 4):
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(model(batch(index)))
+        return [loss.detach() for loss in losses]
+
+    torch.manual_seed(SEED)
+    plain_model = Blocks(HALF)
+    plain_optimizer = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
+    expected = train(plain_model, plain_optimizer), plain_model.state_dict(), moments(plain_model, plain_optimizer)
+    torch.manual_seed(SEED)
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), update=update, **ADAMW)
+        assert_equal((train(model, optimizer), model.state_dict(), moments(model, optimizer)), expected)
+
+
+def test_a_parameter_unfrozen_between_forward_and_backward_waits_for_the_step(tmp_path: Path) -> None:
+    with debug_store(tmp_path) as store:
+        model = tiered.shard(Blocks(HALF), store, unit=(Block,))
+        optimizer = tiered.AdamW(model.parameters(), **ADAMW)
+        loss = model(batch(0))
+        unfreeze("first")(model)
+        loss.backward()
+        with pytest.raises(UsageError, match=r"unfrozen inside a step.* after optimizer.step\(\), before the next"):
+            model(batch(1))  # the gradients of the head, which is of the same unit, wait
+        with torch.no_grad():
+            model(batch(1))
+        optimizer.step()
+        optimizer.zero_grad()
+        list(steps(model, optimizer, store, 1, 2))
+        assert all(segment.trainable for segment in segments(model.first))  # type: ignore[arg-type]
 
 
 def test_after_a_forward_and_a_backward_that_failed_parameters_are_unfrozen(tmp_path: Path) -> None:

@@ -161,9 +161,9 @@ class Phase:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the model is between the first forward of a step, with gradients, and the end of that step."""
-        is_half_done = self.is_between or self.has_begun or self.has_updated
-        return is_half_done or in_graph_task() or bool(self._calls_under_way) or self.has_gradients()
+        """Whether a forward or backward runs, or gradients wait for the step; a forward that has ended is no step."""
+        is_running = in_graph_task() or bool(self._calls_under_way)
+        return is_running or self.has_begun or self.has_updated or self.has_gradients()
 
     def check(self, event: Event, what: str) -> None:
         """Raise where ``event``, which messages call ``what``, is illegal now; nothing is changed.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from tiered.errors import UsageError
@@ -124,21 +125,24 @@ class UnitLayouts:
         with without_dispatch():
             if parameter.requires_grad and segment.grad_offset < 0 and phase.is_in_step:
                 parameter.requires_grad_(False)
-                raise UsageError(
-                    f"parameter {segment.name}: unfrozen inside a step; expected requires_grad_(True) after"
-                    " optimizer.step(), before the next forward"
-                )
+                raise _unfrozen_in_step(segment)
         self.is_stale = True
 
     def renew(self, shielded: Collection[Unit], expect_steps: Callable[[], None]) -> None:
         """A forward begins: lay out anew each unit with a parameter that was unfrozen; ``shielded`` units wait.
 
         ``expect_steps()`` is called where there are other keys now. Blocks. Raises CapacityError where budget or space
-        are too small, with nothing changed.
+        are too small, UsageError for a parameter that was unfrozen between a forward and its backward, in whose step
+        there is no place for its gradient; both with nothing changed.
         """
+        has_gradients = [unit for unit in self._units if unit.gradients.are_any]
+        for unit in has_gradients if torch.is_grad_enabled() else ():
+            for segment in unit.trainable_segments():
+                if segment.grad_offset < 0:
+                    raise _unfrozen_in_step(segment)
         for unit in self._units:
             layout = self._layout_for_now(unit)
-            if layout is unit.layout or unit in shielded or unit.gradients.are_any:
+            if layout is unit.layout or unit in shielded or unit in has_gradients:
                 continue
             shares = self._shares([layout if each is unit else each.layout for each in self._units])
             unit.engine.finish_update(unit)
@@ -151,7 +155,7 @@ class UnitLayouts:
             self._move(unit, layout)
             self.shares = shares
             expect_steps()
-        self.is_stale = bool(shielded)
+        self.is_stale = bool(shielded or has_gradients)
         self.drops_frozen = False
 
     def _layout_for_now(self, unit: Unit) -> UnitLayout:
@@ -208,6 +212,13 @@ class UnitLayouts:
         finally:
             for lease in leases.values():
                 lease.release()
+
+
+def _unfrozen_in_step(segment: Segment) -> UsageError:
+    return UsageError(
+        f"parameter {segment.name}: unfrozen inside a step; expected requires_grad_(True) after optimizer.step(),"
+        " before the next forward"
+    )
 
 
 def _contents(layout: UnitLayout) -> dict[str, list[tuple[int, int]]]:
