@@ -107,6 +107,10 @@ class Source(NamedTuple):
     hyper: Hyperparameters
 
 
+_Together = tuple[Rule, Hyperparameters, list[torch.Tensor], list[torch.Tensor], list[Sequence[torch.Tensor]]]
+"""The parameters, gradients and moments of pieces that one call of a rule updates."""
+
+
 def update_pieces(parts: Iterable[tuple[Piece[S], torch.Tensor, Source]], scratch: TileScratch) -> None:
     """Do one update of each piece in place: all those together that need no scratch, the others tile by tile.
 
@@ -116,44 +120,19 @@ def update_pieces(parts: Iterable[tuple[Piece[S], torch.Tensor, Source]], scratc
     for piece, bucket, (parameter, gradient, factor, hyper) in parts:
         layout, views = piece.layout, piece.views(bucket)
         parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-        if layout.is_raw and layout.needs_no_scratch(gradient, factor):
+        if layout.updates_in_place(gradient, factor):
             alike = layout.dtype, id(hyper.values), hyper.step, hyper.begins
             if alike not in together:
-                together[alike] = _Together(layout.rule, hyper, [], [], [])
+                together[alike] = layout.rule, hyper, [], [], []
             _, _, parameters, gradients, moments = together[alike]
             parameters.append(parameter)
             gradients.append(gradient)
             moments.append(views)
-        else:
-            _update_tiles(piece, parameter, gradient, views, hyper, factor, scratch)
+            continue
+        numel = layout.tile_numel(scratch)
+        for start in range(0, piece.numel, numel):
+            stop = min(start + numel, piece.numel)
+            scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
+            layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)
     for rule, hyper, parameters, gradients, moments in together.values():
         rule.update(parameters, gradients, moments, hyper)
-
-
-class _Together(NamedTuple):
-    """Pieces that one call of a rule updates: of one dtype, with the same hyperparameters."""
-
-    rule: Rule
-    hyper: Hyperparameters
-    parameters: list[torch.Tensor]
-    gradients: list[torch.Tensor]
-    moments: list[Sequence[torch.Tensor]]
-
-
-def _update_tiles(
-    piece: Piece[S],
-    parameter: torch.Tensor,
-    gradient: torch.Tensor,
-    views: Sequence[torch.Tensor],
-    hyper: Hyperparameters,
-    factor: torch.Tensor | None,
-    scratch: TileScratch,
-) -> None:
-    layout, numel = piece.layout, piece.layout.tile_numel(scratch)
-    if layout.is_raw and piece.numel <= numel:
-        layout.update_raw(parameter, gradient, views, factor, hyper, scratch)
-        return
-    for start in range(0, piece.numel, numel):
-        stop = min(start + numel, piece.numel)
-        scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
-        layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)

@@ -11,8 +11,6 @@ fp64 parameters keep exact state under every format: a user that asks for fp64 a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 
 import torch
 
@@ -60,14 +58,13 @@ class Layouts:
         if self.word == "compact" and dtype != torch.float64 and (moments or is_bf16):
             kernels = None if self._sizes_only else tried_compact_kernels()
             codes = [PositiveMoment8(kernels) if moment.is_positive else SignedMoment8(kernels) for moment in moments]
-            return Layout(self.rule, dtype, Remainder8(kernels) if is_bf16 else None, tuple(codes), None)
+            return Layout(self.rule, dtype, Remainder8(kernels) if is_bf16 else None, codes, None)
         marks = next((i for i, moment in enumerate(moments) if moment.is_positive and is_bf16), None)
         exact = MarkedRemainder() if marks is None else Remainder()
         raw = RawMoment(torch.float64 if dtype == torch.float64 else torch.float32)
-        return Layout(self.rule, dtype, exact if is_bf16 else None, (raw,) * len(moments), marks)
+        return Layout(self.rule, dtype, exact if is_bf16 else None, [raw] * len(moments), marks)
 
 
-@dataclass(frozen=True, slots=True)
 class Layout:
     """The fields of a piece, one after the other, each on 64 bytes: those of the master, then those of each moment.
 
@@ -75,29 +72,29 @@ class Layout:
     master are marked.
     """
 
-    rule: Rule
-    dtype: torch.dtype  # the parameter's
-    master: MasterCode | None
-    moments: tuple[MomentCode, ...]
-    marks: int | None
-    fields: tuple[Field, ...] = dataclass_field(init=False)  # in their order
-    is_small: bool = dataclass_field(init=False)  # a tile needs more scratch than a large one has
-    is_raw: bool = dataclass_field(init=False)  # the fields are the moments, and the parameter is its own master
-
-    def __post_init__(self) -> None:
-        first = self.master.fields if self.master is not None else ()
-        are_raw = all(moment.is_raw for moment in self.moments)
-        object.__setattr__(self, "fields", first + tuple(f for moment in self.moments for f in moment.fields))
-        object.__setattr__(self, "is_small", self.dtype == torch.float64 or not are_raw)
-        object.__setattr__(self, "is_raw", self.master is None and are_raw)
+    def __init__(
+        self,
+        rule: Rule,
+        dtype: torch.dtype,
+        master: MasterCode | None,
+        moments: Sequence[MomentCode],
+        marks: int | None,
+    ) -> None:
+        self.rule, self.dtype = rule, dtype  # the parameter's
+        self.master, self.moments, self.marks = master, moments, marks
+        are_raw = all(moment.is_raw for moment in moments)
+        first = master.fields if master is not None else ()
+        self.fields: list[Field] = [*first, *(field for moment in moments for field in moment.fields)]  # in their order
+        self.is_small = dtype == torch.float64 or not are_raw  # a tile needs more scratch than a large one has
+        self.is_raw = master is None and are_raw  # the fields are the moments, and the parameter is its own master
 
     def tile_numel(self, scratch: TileScratch) -> int:
         """Return the elements that one tile has in ``scratch``."""
         return scratch.small_numel if self.is_small else scratch.numel
 
-    def needs_no_scratch(self, gradient: torch.Tensor, factor: torch.Tensor | None) -> bool:
-        """Return whether an update of a layout that ``is_raw`` works on the bytes as they lie."""
-        return factor is None and gradient.dtype == self.dtype and not self.rule.needs_work
+    def updates_in_place(self, gradient: torch.Tensor, factor: torch.Tensor | None) -> bool:
+        """Return whether an update works on the bytes as they lie, and needs no scratch."""
+        return self.is_raw and factor is None and gradient.dtype == self.dtype and not self.rule.needs_work
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece of ``numel`` elements, padding included."""
@@ -111,20 +108,6 @@ class Layout:
             places.append((offset, offset + nbytes, field.dtype))
             offset += round_up(nbytes, _FIELD_ALIGNMENT)
         return places
-
-    def update_raw(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        factor: torch.Tensor | None,
-        hyper: Hyperparameters,
-        scratch: TileScratch,
-    ) -> None:
-        """Do one update in place where the layout ``is_raw``: (numel,) each, of a tile at most."""
-        rows = scratch.rows(small=self.is_small)
-        scaled = _scaled(gradient, factor, rows, parameter.dtype)
-        self.rule.update([parameter], [scaled], [moments], hyper, _work(rows, parameter))
 
     # -- one tile -------------------------------------------------------------------------------------------------
 
