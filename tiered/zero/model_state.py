@@ -105,11 +105,17 @@ class ModelState:
                 "the store holds this model as an older version of tiered laid it out; expected that version, or"
                 " model.state_dict() of it loaded into a new store"
             )
-        differences = list(_differences(state["units"], self._description))
-        differences += _different_tensors("buffer", state["buffers"], self._buffers())
+        theirs = _parameters_in_words(state["units"]) | _tensors_in_words("buffer", state["buffers"])
+        mine = _parameters_in_words(self._description) | _tensors_in_words("buffer", self._buffers())
         if with_added:
-            theirs, mine = state.get("added", {}), self._added()
-            differences += _different_tensors("added after tiered.shard:", theirs, mine, with_dtype=True)
+            what = "added after tiered.shard:"
+            theirs |= _tensors_in_words(what, state.get("added", {}), with_dtype=True)
+            mine |= _tensors_in_words(what, self._added(), with_dtype=True)
+        differences = [
+            f"{name}: the store has {theirs.get(name, 'none')}, this model {mine.get(name, 'none')}"
+            for name in {**mine, **theirs}
+            if theirs.get(name) != mine.get(name)
+        ]
         if differences:
             more = f"; and {len(differences) - 6} more" if len(differences) > 6 else ""
             raise UsageError(
@@ -173,17 +179,21 @@ def _copies(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _different_tensors(
-    what: str, theirs: Mapping[str, torch.Tensor], mine: Mapping[str, torch.Tensor], *, with_dtype: bool = False
-) -> Iterator[str]:
-    def looks(tensor: torch.Tensor | None) -> str:
-        dtype = f" {tensor.dtype}" if with_dtype and tensor is not None else ""
-        return "none" if tensor is None else f"{tuple(tensor.shape)}{dtype}"
+def _parameters_in_words(units: Mapping[str, Iterable[Mapping[str, Any]]]) -> dict[str, str]:
+    return {
+        f"parameter {each['name']} of unit {unit!r}": (
+            f"{tuple(each['shape'])} {each['dtype']} strides {tuple(each['strides'])}"
+        )
+        for unit, segments in units.items()
+        for each in segments
+    }
 
-    for name in sorted({*mine, *theirs}):
-        left, right = looks(theirs.get(name)), looks(mine.get(name))
-        if left != right:
-            yield f"{what} {name}: the store has {left}, this model {right}"
+
+def _tensors_in_words(what: str, tensors: Mapping[str, torch.Tensor], *, with_dtype: bool = False) -> dict[str, str]:
+    return {
+        f"{what} {name}": f"{tuple(tensor.shape)} {tensor.dtype if with_dtype else ''}".strip()
+        for name, tensor in tensors.items()
+    }
 
 
 def refuse_missing(store: Store, keys: Iterable[str]) -> None:
@@ -194,24 +204,6 @@ def refuse_missing(store: Store, keys: Iterable[str]) -> None:
             f"the store holds this model without {', '.join(map(repr, missing[:5]))}{', ...' * (len(missing) > 5)}: "
             "dropped or deleted since it was trained; restore the directories from a copy, or start anew"
         )
-
-
-def _differences(theirs: dict[str, list[dict[str, Any]]], mine: dict[str, list[dict[str, Any]]]) -> Any:
-    for unit in [*mine, *(name for name in theirs if name not in mine)]:
-        if unit not in theirs or unit not in mine:
-            yield f"unit {unit!r} is only in {'this model' if unit in mine else 'the store'}"
-            continue
-        left = {segment["name"]: segment for segment in theirs[unit]}
-        right = {segment["name"]: segment for segment in mine[unit]}
-        for name in [*right, *(name for name in left if name not in right)]:
-            if left.get(name) != right.get(name):
-                yield f"parameter {name}: the store has {_short(left.get(name))}, this model {_short(right.get(name))}"
-
-
-def _short(segment: dict[str, Any] | None) -> str:
-    if segment is None:
-        return "none"
-    return f"{tuple(segment['shape'])} {segment['dtype']} strides {tuple(segment['strides'])}"
 
 
 class RandomState:
