@@ -8,6 +8,7 @@ that may be anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,7 +36,6 @@ __all__ = [
     "divide_into_units",
     "lay_out",
     "share_out",
-    "smallest_budget",
     "text_in",
     "tile_numel_for",
     "whole_pages",
@@ -144,10 +144,7 @@ class SegmentSpec(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -367,11 +364,6 @@ def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, 
     read_ahead = min(parameters + buckets, spare - held + max(largest_gradients, parameters))
     window = min(read_ahead, spare - held)
     return Shares(held, window, gathered, gradients, update, spare - held - window, read_ahead)
-
-
-def smallest_budget(units: Sequence[UnitLayout], sizes: WorkSizes) -> int:
-    """Return the smallest DRAM budget in bytes for ``units``: root + 2 largest with gradients, 3 buckets, scratch."""
-    return share_out(units, sizes, 0, held=0).smallest
 
 
 # -- committed layout --------------------------------------------------------------------------------------------------

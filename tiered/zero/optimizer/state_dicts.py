@@ -17,7 +17,7 @@ import operator
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -32,7 +32,6 @@ from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment
 
 __all__ = [
-    "RegisteredOptimizer",
     "StateAccess",
     "StateReader",
     "compare",
@@ -299,13 +298,6 @@ def _short(value: object) -> str:
 
 
 # -- committed state ---------------------------------------------------------------------------------------------------
-
-
-class RegisteredOptimizer(NamedTuple):
-    """The optimizer as the store sees it: small state that rides along with a commit."""
-
-    state_dict: Callable[[], dict[str, Any]]
-    load_state_dict: Callable[[dict[str, Any]], None]
 
 
 def layout_of(committed: Mapping[str, Any], segments: Iterable[Segment]) -> tuple[int, str, list[Collection[Segment]]]:

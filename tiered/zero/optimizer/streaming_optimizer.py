@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,7 +33,6 @@ from tiered.zero.optimizer.bucket_update import UnitUpdate, UpdatePipeline, choo
 from tiered.zero.optimizer.fp32_masters import taken_over
 from tiered.zero.optimizer.optimizer_state import OptimizerState, PlainUnit, StateUnit
 from tiered.zero.optimizer.state_dicts import (
-    RegisteredOptimizer,
     StateAccess,
     compare,
     given_of,
@@ -239,7 +239,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._pipeline.close()
             raise
         self._is_behind = committed is not None  # the step counts of the state are still to be loaded
-        self._store.register("tiered.optimizer", RegisteredOptimizer(self.committed_state, self.load_committed_state))
+        small = SimpleNamespace(state_dict=self.committed_state, load_state_dict=self.load_committed_state)
+        self._store.register("tiered.optimizer", small)
         self._store.add_guard(self._guard)
         self._is_attached = True
         if engine is not None:
