@@ -20,10 +20,8 @@ from tiered.zero.formats.compact_codes import (
     COMPACT_COST,
     INSTALL_COMPACT,
     agree,
-    compact_trial,
     tried_compact_kernels,
 )
-from tiered.zero.formats.compact_kernels import compile_compact_kernels, compile_nothing
 from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
 
@@ -33,11 +31,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def untried() -> Iterator[None]:
     """Have the kernels not been tried in this process."""
-    for each in (compact_trial, tried_compact_kernels):
-        each.cache_clear()
+    tried_compact_kernels.cache_clear()
     yield
-    for each in (compact_trial, tried_compact_kernels):
-        each.cache_clear()
+    tried_compact_kernels.cache_clear()
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -70,7 +66,7 @@ def test_without_numba_all_trains_to_the_same_bits_and_compact_alone_warns_once(
     command = [warm_python.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert tried_compact_kernels() is not None, compact_trial().reason
+    assert tried_compact_kernels() is not None
     assert ast.literal_eval(done.stdout) == digests_of_training(tmp_path / "with")
     (warning,) = [line for line in done.stderr.splitlines() if INSTALL_COMPACT in line]
     assert warning.endswith(COMPACT_COST)
@@ -100,7 +96,7 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
         "import os, sys, torch, tiered, tiered.zero.formats.compact_codes as compact_codes",
         "assert 'numba' not in sys.modules",
         "before = os.listdir('/proc/self/task')",
-        "assert compact_codes.tried_compact_kernels() is not None, compact_codes.compact_trial().reason",
+        "assert compact_codes.tried_compact_kernels() is not None",
         "assert os.listdir('/proc/self/task') == before",
         "import numba",
         "try: print(numba.threading_layer())",
@@ -113,30 +109,9 @@ def test_importing_takes_no_numba_and_compiling_starts_no_thread() -> None:
     assert done.stdout == "none was started\n"
 
 
-@pytest.mark.usefixtures("untried")
-def test_a_trial_leaves_no_pages_of_the_compiler_behind_and_the_compiler_comes_back() -> None:
-    compile_nothing()
-    assert resident_kib("/libllvmlite.") > 16 * 1024
-    assert compact_trial().kernels is not None, compact_trial().reason
-    assert resident_kib("/libllvmlite.") < 4 * 1024  # what was relocated is this process's own
-    assert agree(COMPACT_BITS["master"], compile_compact_kernels())
-
-
-def resident_kib(library: str) -> int:
-    """Return how much of the mappings of ``library`` this process has in memory."""
-    found, is_its = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if value.endswith(" kB") and name == "Rss":
-            found += int(value.split()[0]) if is_its else 0
-        elif "-" in name.split()[0]:  # "start-end rights offset device inode path"
-            is_its = library in line
-    return found
-
-
 def test_a_forked_child_has_the_kernels_of_its_parent() -> None:
-    kernels = compact_trial().kernels
-    assert kernels is not None, compact_trial().reason
+    kernels = tried_compact_kernels()
+    assert kernels is not None
 
     def in_the_child() -> None:
         torch.set_num_threads(1)  # torch's own threads are the parent's

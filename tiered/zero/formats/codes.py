@@ -74,8 +74,7 @@ class Remainder:
 
     So master_bits = (hi << 16) + lo, because torch rounds up where lo is negative. One remainder does not fit: a tie
     above an even ``hi``, +0x8000, which reads as -0x8000. It is marked in the sign bits of the second of ``fields``, a
-    moment (fp32) that is never negative. Lossless but for a NaN, whose upper half becomes
-    the one NaN that torch rounds to.
+    moment (fp32) that is never negative. Lossless but for a NaN, whose upper half becomes the one that torch rounds to.
 
     Ties are as rare as one element in 65,536: the search looks at the smallest lo of each 1,024 elements.
     """
@@ -99,7 +98,6 @@ class Remainder:
         self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
-        """Zero the remainder and the marks."""
         fields[0].zero_()
         fields[1].view(torch.int32).bitwise_and_(0x7FFFFFFF)
 
@@ -110,7 +108,6 @@ class MarkedRemainder(Remainder):
     fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
 
     def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
-        """Return the masters."""
         n = hi.numel()
         bits = _join(hi, fields[0], rows).view(torch.int32)
         nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
@@ -123,7 +120,6 @@ class MarkedRemainder(Remainder):
         return rows.master[:n]
 
     def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
-        """Split the masters."""
         n = hi.numel()
         _split(hi, fields[0], rows)
         marks = _is_marked(rows.master.view(torch.int32)[:n], out=rows.work.view(torch.int32)[:n])
@@ -135,7 +131,6 @@ class MarkedRemainder(Remainder):
         fields[1].copy_(words)
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
-        """Zero the remainder and the marks."""
         for field in fields:
             field.zero_()
 
@@ -204,7 +199,6 @@ class RawMoment:
         self.fields: tuple[Field, ...] = (Field(dtype),)
 
     def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-        """Return the field."""
         return fields[0]
 
     def encode(

@@ -13,20 +13,18 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MomentCode
-from tiered.zero.formats.compact_kernels import CompactKernels, compile_compact_kernels, give_back_compiler
+from tiered.zero.formats.compact_kernels import CompactKernels, compile_compact_kernels
 from tiered.zero.formats.tile_scratch import Dither, Rows, TileScratch
 
 __all__ = ["BLOCK_NUMEL", "COMPACT_BITS", "COMPACT_COST", "INSTALL_COMPACT", "PositiveMoment8", "Remainder8",
-           "SignedMoment8", "Trial", "agree", "compact_trial", "take_root", "tried_compact_kernels"]  # fmt: skip
+           "SignedMoment8", "agree", "kept_bytes", "take_root", "tried_compact_kernels"]  # fmt: skip
 
 _log = logging.getLogger("tiered")
 
@@ -90,7 +88,6 @@ class Remainder8:
         fields[0].copy_(work.add_(128).clamp_(-_HALF, _HALF - 1).bitwise_right_shift_(8))
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
-        """Zero the remainder."""
         fields[0].zero_()
 
 
@@ -108,7 +105,6 @@ class SignedMoment8:
         self._kernels = kernels
 
     def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-        """Return the moments."""
         code, scale = fields
         if self._kernels is not None and out.is_cpu:
             self._kernels.decode_signed(code.data_ptr(), scale.data_ptr(), out.data_ptr(), code.numel())
@@ -159,7 +155,6 @@ class PositiveMoment8:
         self._kernels = kernels
 
     def decode(self, fields: Sequence[torch.Tensor], out: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
-        """Return the moments."""
         code, scale = fields
         if self._kernels is not None and out.is_cpu:
             self._kernels.decode_positive(code.data_ptr(), scale.data_ptr(), out.data_ptr(), code.numel())
@@ -232,45 +227,25 @@ INSTALL_COMPACT = "pip install 'tiered[compact]'"
 _TRIAL_NUMEL = 1024 + 512 + 77  # a part of a block among them; so few that torch starts no threads for them
 
 
-class Trial(NamedTuple):
-    """The result of a trial: the kernels to use, or the reason why there are none; ``wall_s``: seconds it took."""
-
-    kernels: CompactKernels | None
-    reason: str
-    wall_s: float
-
-
 @functools.cache
-def compact_trial() -> Trial:
-    """Compile the kernels of compact state and try them; blocks for a second or two, once.
+def tried_compact_kernels() -> CompactKernels | None:
+    """Compile the kernels of compact state and try them, once; None, with one warning, where there are none to use.
 
-    Thread-safe: of two calls at once both may compile. Raises nothing.
+    Blocks for a second or two. Thread-safe: of two calls at once both may compile. Raises nothing.
     """
-    begun_s = time.monotonic()
-    kernels: CompactKernels | None = None
     try:
-        compiled = compile_compact_kernels()
+        kernels = compile_compact_kernels()
     except ModuleNotFoundError as error:
         reason = f"its kernels need numba ({_first_line(error)}): {INSTALL_COMPACT}"
     except Exception as error:  # numba's, llvmlite's, the loader's: whatever it is, there are no kernels
         reason = f"numba cannot compile its kernels ({_first_line(error)}): pip install --upgrade numba"
     else:
-        wrong = [name for name, made_by in COMPACT_BITS.items() if not agree(made_by, compiled)]
-        reason = f"its kernels give other bits than torch {torch.__version__} here: {', '.join(wrong)}" if wrong else ""
-        kernels = None if wrong else compiled
-    give_back_compiler()
-    return Trial(kernels, reason, time.monotonic() - begun_s)
-
-
-@functools.cache
-def tried_compact_kernels() -> CompactKernels | None:
-    """Return the kernels that compact state uses in this process; None, with one warning, where there are none."""
-    result = compact_trial()
-    if result.kernels is None:
-        _log.warning('state="compact" works by torch operations, %s; %s', result.reason, COMPACT_COST)
-    else:
-        _log.debug("the kernels of compact state were compiled and tried in %.1f s", result.wall_s)
-    return result.kernels
+        wrong = [name for name, made_by in COMPACT_BITS.items() if not agree(made_by, kernels)]
+        if not wrong:
+            return kernels
+        reason = f"its kernels give other bits than torch {torch.__version__} here: {', '.join(wrong)}"
+    _log.warning('state="compact" works by torch operations, %s; %s', reason, COMPACT_COST)
+    return None
 
 
 def agree(made_by: Callable[[CompactKernels | None], list[torch.Tensor]], kernels: CompactKernels) -> bool:
@@ -294,42 +269,32 @@ def _numbers() -> torch.Tensor:
     return torch.where(is_likely, likely, bits.to(torch.int32).view(torch.float32))
 
 
-def _scratch() -> TileScratch:
+def kept_bytes(code: Remainder8 | MomentCode, values: torch.Tensor, scratch: TileScratch) -> list[torch.Tensor]:
+    """Return the bytes that ``code`` keeps of ``values``, (numel,) fp32, and those of the values decoded from them."""
+    numel, rows, dither = values.numel(), scratch.rows(small=True), scratch.dither
+    fields = [torch.empty(field.length(numel), dtype=field.dtype, device="cpu") for field in code.fields]
+    if isinstance(code, Remainder8):
+        hi = torch.empty(numel, dtype=torch.bfloat16, device="cpu")
+        rows.master[:numel].copy_(values)
+        code.encode(hi, fields, rows, dither)
+        kept = [hi, *fields, code.decode(hi, fields, rows)]
+    else:
+        row = rows.spare[0]
+        row[:numel].copy_(values)
+        code.encode(row[:numel], fields, rows.work, dither, 1)
+        kept = [*fields, code.decode(fields, row, rows.work)]
+    return [each.view(torch.uint8) for each in kept]
+
+
+def _tried(code: Remainder8 | MomentCode, values: torch.Tensor) -> list[torch.Tensor]:
     numel = (_TRIAL_NUMEL // 1024 + 1) * 1024
-    return TileScratch(torch.empty(TileScratch.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), numel)
-
-
-def _fields_of(code: Remainder8 | MomentCode) -> list[torch.Tensor]:
-    return [torch.empty(field.length(_TRIAL_NUMEL), dtype=field.dtype, device="cpu") for field in code.fields]
-
-
-def _compact_master(kernels: CompactKernels | None) -> list[torch.Tensor]:
-    """Return the fields and decoded values (as bits) of all these numbers."""
-    code, scratch = Remainder8(kernels), _scratch()
-    scratch.dither.aim("master", 1, 3072)
-    rows = scratch.rows(small=True)
-    hi = torch.empty(_TRIAL_NUMEL, dtype=torch.bfloat16, device="cpu")
-    fields = _fields_of(code)
-    rows.master[:_TRIAL_NUMEL].copy_(_numbers())
-    code.encode(hi, fields, rows, scratch.dither)
-    decoded = code.decode(hi, fields, rows)
-    return [hi.view(torch.int16), *fields, decoded.view(torch.int32)]
-
-
-def _moment(name: str, code: SignedMoment8 | PositiveMoment8, values: torch.Tensor) -> list[torch.Tensor]:
-    scratch = _scratch()
-    scratch.dither.aim(name, 1, 3072)
-    rows = scratch.rows(small=True)
-    fields = _fields_of(code)
-    row = rows.spare[0]
-    row[:_TRIAL_NUMEL].copy_(values)
-    code.encode(row[:_TRIAL_NUMEL], fields, rows.work, scratch.dither, 1)
-    decoded = code.decode(fields, row, rows.work)
-    return [fields[0], fields[1].view(torch.int32), decoded.view(torch.int32)]
+    scratch = TileScratch(torch.empty(TileScratch.nbytes(numel) // 4, dtype=torch.float32, device="cpu"), numel)
+    scratch.dither.aim("weight", 1, 3072)
+    return kept_bytes(code, values, scratch)
 
 
 COMPACT_BITS: dict[str, Callable[[CompactKernels | None], list[torch.Tensor]]] = {
-    "master": _compact_master,
-    "signed": lambda kernels: _moment("signed", SignedMoment8(kernels), _numbers()),
-    "positive": lambda kernels: _moment("positive", PositiveMoment8(kernels), _numbers().abs_()),
+    "master": lambda kernels: _tried(Remainder8(kernels), _numbers()),
+    "signed": lambda kernels: _tried(SignedMoment8(kernels), _numbers()),
+    "positive": lambda kernels: _tried(PositiveMoment8(kernels), _numbers().abs_()),
 }

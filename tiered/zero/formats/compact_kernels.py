@@ -12,21 +12,12 @@ import ctypes
 import importlib
 import logging
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-__all__ = [
-    "Call",
-    "CompactKernels",
-    "compile_compact_kernels",
-    "compile_kernel",
-    "compile_nothing",
-    "give_back_compiler",
-]
-
+__all__ = ["Call", "CompactKernels", "compile_compact_kernels", "compile_kernel", "compile_nothing"]
 
 Call = Callable[..., None]
 
@@ -59,22 +50,6 @@ def compile_nothing() -> None:
     compile_kernel(_copy, "int32* int32* int64")
 
 
-def give_back_compiler() -> None:
-    """Take the pages of the compiler's library out of this process: 70 MiB of RSS that only a compilation needs.
-
-    Only mappings that were never written to lose their pages, so these come back from the file when they are touched.
-    Thread-safe. Where the operating system does not tell which mappings these are, nothing happens.
-    """
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with contextlib.suppress(OSError):
-        with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as file:
-            mappings = _MAPPING.findall(file.read())
-        for start, end, protection, path, anonymous, swapped in mappings:
-            if _COMPILER.search(path) and "w" not in protection and int(anonymous) + int(swapped) == 0:
-                libc.madvise(int(start, 16), int(end, 16) - int(start, 16), _MADV_DONTNEED)
-
-
 @contextlib.contextmanager
 def _less_said() -> Iterator[None]:
     """Have numba's compiler log nothing below INFO: where the root logger is at DEBUG, it says 10,000 lines."""
@@ -91,15 +66,6 @@ def _copy(source: Any, target: Any, numel: int) -> None:
     for i in range(numel):
         target[i] = source[i]
 
-
-_COMPILER = re.compile(r"/libllvmlite\.|/libLLVM")
-_MADV_DONTNEED = 4
-# Of smaps: start, end, protection, path, and how much of it was written to, in memory and in swap.
-_MAPPING = re.compile(
-    r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)\n"
-    r"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB\n(?:[A-Z].*\n)*?Swap: +(\d+) kB$",
-    re.MULTILINE,
-)
 
 _PLAIN: dict[str, Any] = {"int64": ctypes.c_int64, "uint32": ctypes.c_uint32}
 
