@@ -26,7 +26,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import StepAbandonedError, UsageError
 from tiered.store.generations.registry import taking_apart
-from tiered.store.residency.residency import Lease, Residency
+from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.store.values import values
 from tiered.tiers.accelerator import AcceleratorTier
@@ -390,62 +390,43 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             values.adopt(working_set, key, spec, ranges)
-    pending: Callable[[], None] = _nothing  # the end of a unit that is being read, while the next one begins
-    with ExitStack() as leases, closing(source):  # order: nothing is read into them any more when they end
+    with closing(source):
         for unit in units:
             INTERRUPTS.look()
             if not adopt:
-                begun = _begin_unit(store, unit, source, in_place, leases)
-                pending()
-                pending = begun
+                _write_unit(store, unit, source, in_place)
                 if unit in cast:
-                    pending()
-                    pending = _nothing
                     write_masters(store, unit, source.copy)
             for segment in unit.segments:
                 _convert(segment, working_set)
-        pending()
     return Masters(store, units)
 
 
-def _begin_unit(
-    store: Store, unit: Unit, source: Weights, in_place: Collection[str], leases: ExitStack
-) -> Callable[[], None]:
-    """Start to write the values of ``unit``, but for the keys ``in_place``; return the call that ends it."""
-    working_set = store.working_set
-    waits: list[Callable[[], None]] = []
-    begun: list[Lease] = []
-    for number, span in enumerate(unit.layout.spans):
-        if span.key in in_place:
-            continue
-        working_set.create(span.key, span.nbytes)
-        lease = working_set.lease(span.key, "w")
-        leases.callback(lease.release)
-        begun.append(lease)
-        end = 0
-        for segment in unit.segments:  # those of a span are in the order of their places
-            if segment.span == number:
-                lease.tensor[end : segment.offset].zero_()
-                end = segment.offset + segment.nbytes
-                wait = source.begin_copy(segment, segment.view(lease.tensor))
-                waits += [] if wait is None else [wait]
-        lease.tensor[end:].zero_()
-
-    def finish() -> None:
-        for wait in waits:
-            wait()
-        for lease in begun:
-            lease.release()
-        working_set.swap_out([lease.key for lease in begun])
-
-    if waits:
-        return finish
-    finish()
-    return _nothing
-
-
-def _nothing() -> None:
-    """Every value is where it belongs."""
+def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
+    """Write the values of ``unit``, but for the keys ``in_place``; the next unit is read while they are written."""
+    keys, waits = [span.key for span in unit.layout.spans if span.key not in in_place], list[Callable[[], None]]()
+    with ExitStack() as leases:
+        try:
+            for number, span in enumerate(unit.layout.spans):
+                if span.key in in_place:
+                    continue
+                store.working_set.create(span.key, span.nbytes)
+                lease = store.working_set.lease(span.key, "w")
+                leases.callback(lease.release)
+                end = 0
+                for segment in unit.segments:  # those of a span are in the order of their places
+                    if segment.span == number:
+                        lease.tensor[end : segment.offset].zero_()
+                        end = segment.offset + segment.nbytes
+                        wait = source.begin_copy(segment, segment.view(lease.tensor))
+                        waits += [] if wait is None else [wait]
+                lease.tensor[end:].zero_()
+            for wait in waits:
+                wait()
+        except BaseException:
+            source.close()  # order: nothing is read into the leased bytes any more when the leases end
+            raise
+    store.working_set.swap_out(keys)
 
 
 def _convert(segment: Segment, working_set: Residency) -> None:
