@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
@@ -183,14 +182,6 @@ class DeferredFiles:
         reader, self._reader = self._reader, None
         if reader is not None:
             reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _read(read_into: Callable[[torch.Tensor], Callable[[], None]], looks: torch.Tensor) -> torch.Tensor:

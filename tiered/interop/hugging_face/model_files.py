@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,8 @@ def from_pretrained(
     is_committed = store.durable and store.registered_state("tiered.model") is not None
     found = safetensors_files(folder, "tiered.hf.from_pretrained: ")
     paths = [path for path in found if not path.match("adapter_model*")]
-    with DeferredFiles(paths or safetensors_files(folder / "model.safetensors", "the base of adapters: ")) as files:
+    paths = paths or safetensors_files(folder / "model.safetensors", "the base of adapters: ")
+    with closing(DeferredFiles(paths)) as files:
         model: Any = _build(model_class, folder, files.tensors(), options)
         if num_tokens is not None:
             _resize(model, num_tokens)
