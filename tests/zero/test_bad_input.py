@@ -157,13 +157,6 @@ def test_helpers_on_models_that_are_not_sharded(store: tiered.Store) -> None:
             pass
 
 
-def test_a_constructed_model_is_not_used_before_shard(store: tiered.Store) -> None:
-    with tiered.construct(store):
-        model = CASES["gpt"].build()
-    with pytest.raises(UsageError, match="shard"):
-        model(*CASES["gpt"].batch(0))
-
-
 def test_a_parameter_made_of_another_that_stays_in_the_model(store: tiered.Store) -> None:
     with tiered.construct(store):
         model = nn.Linear(4, 4)

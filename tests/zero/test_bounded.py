@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered
-from tests.models import CASES, GPT, Case, batch_of_tokens
+from tests.models import CASES, Case
 from tests.reference import Recipe
 from tests.rigs.available import off
 from tests.rigs.cgroup import memory_group
@@ -24,7 +24,6 @@ from tests.zero.training import (
     budget_named_in,
     debug_store,
     reference,
-    reference_of,
     smallest_budget,
     start,
 )
@@ -138,31 +137,6 @@ def test_what_is_held_of_many_small_units_counts_in_whole_pages(tmp_path: Path) 
     with debug_store(tmp_path, 320 * KiB, durable=False) as store:
         session = start(case, Recipe(num_steps=2), store)
         assert_same(session.run(), reference(case, session.recipe))
-
-
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_the_same_budget_serves_commits_and_a_resumed_run(update: str, tmp_path: Path) -> None:
-    case, recipe = CASES["gpt"], Recipe(param_dtype=torch.bfloat16)
-    nbytes = smallest_budget(case, recipe, update, tmp_path / "probe")
-    with debug_store(tmp_path / "store", nbytes) as store:
-        session = start(case, recipe, store, update)
-        for step in range(3):
-            session.run_step(step)
-            store.commit({"step": step + 1}, wait=False)
-    with debug_store(tmp_path / "store", nbytes) as store:
-        session = start(case, recipe, store, update, seed=1)
-        assert store.resume() == {"step": 3}
-        session.run_step(3)
-        session.trained.losses[:0] = reference_of("gpt", torch.bfloat16).losses[:3]
-        assert_same(session.collect(), reference_of("gpt", torch.bfloat16))
-
-
-def test_a_megabyte_of_state_runs_in_16_MiB(tmp_path: Path) -> None:
-    case, recipe = Case(lambda: GPT(12), batch_of_tokens), Recipe(param_dtype=torch.bfloat16)
-    assert 12 * sum(p.numel() for p in GPT(12).parameters()) > 1e6
-    assert smallest_budget(case, recipe, "backward", tmp_path / "probe") <= 16 * MiB
-    with debug_store(tmp_path / "store", 16 * MiB, durable=False) as store:
-        assert_same(start(case, recipe, store, "backward").run(), reference(case, recipe))
 
 
 @pytest.mark.parametrize("update", ["step", "backward"])

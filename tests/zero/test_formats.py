@@ -14,9 +14,7 @@ from tests.models import CASES
 from tests.reference import Lion, Recipe, Trained
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import UsageError
-from tiered.zero.formats import layout
 from tiered.zero.formats.codec import Bucket, Source, divide, update_pieces
-from tiered.zero.formats.compact_codes import Remainder8
 from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
 from tiered.zero.formats.tile_scratch import TileScratch
@@ -169,24 +167,6 @@ def test_exact_masters_and_moments_are_lossless(dtype: torch.dtype, rule: str) -
         assert torch.equal(found, state[moment.name])
 
 
-@pytest.mark.parametrize("rule", ["SGD", "Lion"])
-def test_ties_are_marked_where_no_moment_has_a_sign_to_spare(rule: str) -> None:
-    """Every second master is a tie above an even hi, the one remainder that does not fit 16 bits."""
-    bits = torch.full((2000,), 0x3F808000, dtype=torch.int32)
-    bits[::2] = 0x3F800123
-    masters = bits.view(FP32)
-    kept = Kept("exact", rule, torch.zeros(2000, dtype=BF16))
-    views = kept.buckets[0].pieces[0].views(kept.memory[0])
-    tile = kept.layout.tile(views, 0, 2000)
-    rows = tile.rows(kept.scratch)
-    rows.master[:2000].copy_(masters)
-    kept.parameter.copy_(masters)
-    tile.attach_master(kept.parameter, rows)
-    assert torch.equal(kept.master(), masters)
-    kept.update(torch.zeros(2000, dtype=BF16), weight_decay=0.0)
-    assert torch.equal(kept.master(), masters)
-
-
 def test_compact_rounds_masters_to_24_bits_and_moments_to_8(way: str) -> None:
     kept, exact = (Kept(word, "AdamW", normal(1 << 16, BF16, 0, 0.02)) for word in ("compact", "exact"))
     for step in range(3):
@@ -304,40 +284,6 @@ def test_bits_do_not_depend_on_budget_or_update(param_dtype: torch.dtype | None,
             assert_same(session.run(), expected)
 
 
-def steps(way: str, numbers: range, recipe: Recipe, directory: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Resume and do steps by kernels or by torch; return losses and norms, and the bytes in the store."""
-    with pytest.MonkeyPatch.context() as monkeypatch, debug_store(directory) as store:
-        if way == "torch":
-            monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)
-        session = start(CASES["gpt"], recipe, store)
-        assert store.resume() == ({"step": numbers[0]} if numbers[0] else {})
-        for number in numbers:
-            session.run_step(number)
-        store.commit({"step": numbers[-1] + 1})
-        session.run_step(77)  # lost: nobody commits it
-        store.rollback()
-        master = session.optimizer._state._layouts.of(BF16).master
-        assert isinstance(master, Remainder8) and (master._kernels is not None) == (way == "kernels")
-        seen = [*session.trained.losses[:-1], *session.trained.norms[:-1]]
-        return seen, {key: store.get(key).view(torch.uint8) for key in store if key.startswith("model/")}
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "Lion"])
-def test_a_run_goes_from_kernels_to_torch_and_back_and_through_a_resume_without_effect(
-    optimizer: str, tmp_path: Path
-) -> None:
-    """Four steps in one life, or two and two: the same losses, and the same bytes of parameters and state."""
-    recipe = recipe_of(optimizer, "compact", param_dtype=BF16, max_norm=1.0)
-    expected, contents = steps("kernels", range(4), recipe, tmp_path / "straight")
-    assert any(key.startswith("model/state/") for key in contents)
-    for ways in (("torch", "torch"), ("kernels", "kernels"), ("kernels", "torch"), ("torch", "kernels")):
-        before, _ = steps(ways[0], range(2), recipe, tmp_path / "-".join(ways))
-        after, found = steps(ways[1], range(2, 4), recipe, tmp_path / "-".join(ways))
-        assert [*before[:2], *after[:2], *before[2:], *after[2:]] == expected
-        assert found.keys() == contents.keys()
-        assert all(torch.equal(found[key], contents[key]) for key in contents)
-
-
 @pytest.mark.parametrize("word", FORMATS)
 def test_state_dict_there_and_back_changes_nothing(word: str, tmp_path: Path) -> None:
     recipe = recipe_of("AdamW", word, param_dtype=BF16)
@@ -409,31 +355,6 @@ def test_a_gradient_that_is_no_number_stays_visible(bad: float, word: str, way: 
         assert torch.equal(others, torch.cat([clean.parameter[:256], clean.parameter[384:]]))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize(("word", "options"), [("exact", {}), ("exact", {"momentum": 0.9}), ("compact", {})])
-def test_a_bad_gradient_of_sgd_is_not_forgotten(word: str, options: dict[str, Any], bad: float, tmp_path: Path) -> None:
-    parameter = torch.nn.Parameter(normal(256, BF16, 0))
-    with debug_store(tmp_path, durable=False) as store:
-        optimizer = tiered.SGD([parameter], state=word, store=store, **options)
-        for value in (bad, 0.0, 0.0):
-            parameter.grad = torch.zeros(256, dtype=BF16)
-            parameter.grad[7] = value
-            optimizer.step()
-            assert not parameter[7].isfinite()
-        assert not optimizer.state_dict()["state"][0]["master"][7].isfinite()
-
-
-@every_format
-@every_rule
-def test_without_gradients_nothing_moves(rule: str, word: str) -> None:
-    kept = Kept(word, rule, normal(2000, BF16, 0))
-    before = kept.parameter.clone()
-    for _ in range(5):
-        kept.update(torch.zeros(2000, dtype=BF16), weight_decay=0.0)
-    assert torch.equal(kept.parameter, before) and torch.equal(kept.master(), before.float())
-    assert all(not moment.any() for moment in kept.moments())
-
-
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 1e-12, 1e8, 1e15])
 def test_steps_stay_bounded_for_gradients_of_any_size(scale: float) -> None:
     """As in exact, a step of AdamW is a few times lr, whatever the scale; denormals and tiny squares included."""
@@ -444,13 +365,3 @@ def test_steps_stay_bounded_for_gradients_of_any_size(scale: float) -> None:
         kept.update((normal(4096, FP32, step) * spread * scale).bfloat16(), weight_decay=0.0)
         assert (kept.master() - before).abs().max() <= 8e-3  # of exact: 1e-3
         assert kept.master().isfinite().all()
-
-
-@every_format
-def test_a_huge_learning_rate_makes_no_number_up(word: str) -> None:
-    kept, exact = (Kept(w, "AdamW", normal(4096, BF16, 0)) for w in (word, "exact"))
-    for step in range(3):
-        for state in (kept, exact):
-            state.update(normal(4096, BF16, step + 1), lr=1e30)
-    assert torch.equal(kept.parameter.isnan(), exact.parameter.isnan())
-    assert torch.equal(kept.parameter.isinf(), exact.parameter.isinf())

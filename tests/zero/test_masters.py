@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tiered
 from tests.zero.training import debug_store
-from tiered.errors import CapacityError, StepAbandonedError, StoreLostError, UsageError
+from tiered.errors import CapacityError, StepAbandonedError, StoreLostError
 from tiered.store.residency.residency import Lease
 from tiered.units import MiB
 
@@ -24,9 +24,7 @@ def net(width: int = WIDTH, num_blocks: int = 3, seed: int = 5) -> nn.Sequential
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(num_blocks)))
 
 
-def sharded(store: tiered.Store, *, constructs: bool) -> nn.Module:
-    if not constructs:
-        return tiered.shard(net(), store, param_dtype=torch.bfloat16)
+def sharded(store: tiered.Store) -> nn.Module:
     with tiered.construct(store):
         model = net()
     return tiered.shard(model, store, param_dtype=torch.bfloat16)
@@ -96,30 +94,28 @@ CHANGES = [load_fp32, load_bf16, load_one, load_otherwise, write_in_place, chang
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("constructs", [False, True], ids=["sharded", "constructed"])
 def test_an_optimizer_takes_the_values_that_parameters_have_now(
-    constructs: bool, change: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
+    change: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=constructs)
+        model = sharded(store)
         expected = change(model)
         assert_equal(masters(model), expected)
         assert not any(record.name.startswith("model/master") for record in store.records())
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("constructs", [False, True], ids=["sharded", "constructed"])
 def test_a_commit_without_an_optimizer_has_the_masters(
-    constructs: bool, change: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
+    change: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path
 ) -> None:
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=constructs)
+        model = sharded(store)
         expected = change(model)
         if change is load_fp32:
             store.commit()  # order: the next change is made to what a commit has, and the close commits it
             expected = load_bf16(model)
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=False)
+        model = sharded(store)
         store.resume()
         assert_equal(masters(model), expected)
 
@@ -127,17 +123,16 @@ def test_a_commit_without_an_optimizer_has_the_masters(
 @pytest.mark.parametrize("change", CHANGES[:-1])
 def test_a_rollback_brings_the_masters_back(change: Callable[[nn.Module], dict[str, Tensor]], tmp_path: Path) -> None:
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=True)
+        model = sharded(store)
         store.commit()
         change(model)
         store.rollback()
         assert_equal(masters(model), net().state_dict())
 
 
-@pytest.mark.parametrize("constructs", [False, True], ids=["sharded", "constructed"])
-def test_an_optimizer_that_cannot_be_kept_takes_no_masters(constructs: bool, tmp_path: Path) -> None:
+def test_an_optimizer_that_cannot_be_kept_takes_no_masters(tmp_path: Path) -> None:
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=constructs)
+        model = sharded(store)
         with pytest.raises(TypeError, match="note"):
             tiered.AdamW([{"params": list(model.parameters()), "note": object()}])
         assert_equal(masters(model), net().state_dict())
@@ -162,7 +157,7 @@ def fail_to_make(model: nn.Module, store: tiered.Store) -> None:
 
 def test_an_optimizer_that_failed_halfway_can_be_made_after_a_rollback(tmp_path: Path) -> None:
     with debug_store(tmp_path / "store") as store:
-        model = sharded(store, constructs=True)
+        model = sharded(store)
         store.commit()
         fail_to_make(model, store)
         with pytest.raises(StepAbandonedError, match=r"has used up fp32 masters.*rollback"):
@@ -175,23 +170,10 @@ def test_an_optimizer_that_failed_halfway_can_be_made_after_a_rollback(tmp_path:
 
 def test_an_optimizer_that_failed_halfway_is_not_made_again_without_masters(tmp_path: Path) -> None:
     with debug_store(tmp_path / "store", durable=False) as store:
-        model = sharded(store, constructs=True)
+        model = sharded(store)
         fail_to_make(model, store)
         with pytest.raises(StoreLostError, match="has used up fp32 masters"):
             tiered.AdamW(model.parameters())
-
-
-def test_a_second_optimizer_is_refused_before_it_writes(tmp_path: Path) -> None:
-    parameter, other = nn.Parameter(torch.ones(3000)), nn.Parameter(torch.ones(5000))
-    with debug_store(tmp_path / "store") as store:
-        optimizer = tiered.AdamW([parameter], store=store)
-        parameter.grad = torch.ones(3000)
-        optimizer.step()
-        before = optimizer.state_dict()["state"][0]
-        with pytest.raises(UsageError, match="second"):
-            tiered.AdamW([other], store=store)
-        after = optimizer.state_dict()["state"][0]
-        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 def test_strides_and_dtypes_of_a_constructor_are_kept(tmp_path: Path) -> None:

@@ -237,27 +237,3 @@ def test_momentum_that_is_switched_on_later_begins_as_torchs_does(way: str, tmp_
         assert_same(model.state_dict(), plain.state_dict())
         store.commit()
         store.close()
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion"])
-def test_a_state_dict_before_the_first_update_has_the_masters(kind: str, tmp_path: Path) -> None:
-    """They are the values before the cast, which the parameters have lost."""
-
-    def run(directory: Path, *, reload: bool) -> dict[str, Tensor]:
-        with debug_store(directory, durable=False) as store:
-            model = tiered.shard(two_layers(), store, param_dtype=torch.bfloat16)
-            optimizer = getattr(tiered, kind)(groups(model), **(SGD if kind == "SGD" else {"lr": 1e-2}))
-            if reload:
-                parameters, state = model.state_dict(), optimizer.state_dict()
-                model.load_state_dict(parameters)
-                optimizer.load_state_dict(state)
-            for number in range(2, 4):
-                if kind == "SGD":
-                    step(model, optimizer, number)
-                else:
-                    model(torch.ones(2, 5).bfloat16()).square().sum().backward()
-                    optimizer.step()
-            state = optimizer.state_dict()["state"]
-            return {f"{index}.{name}": value for index, each in state.items() for name, value in each.items()}
-
-    assert_same(run(tmp_path / "reloaded", reload=True), run(tmp_path / "plain", reload=False))

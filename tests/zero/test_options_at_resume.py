@@ -90,15 +90,3 @@ def test_a_script_that_is_as_it_was_hears_nothing_of_its_schedule(
         run(tmp_path / "by_hand", adamw(lr=1e-3), change=by_hand)
         run(tmp_path / "one_cycle", adamw(lr=1e-3, betas=(0.9, 0.99)), step_lr=True)
     assert not warned(caplog)
-
-
-def test_a_rollback_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path, adamw(lr=1e-3))
-    with debug_store(tmp_path) as store:
-        model = tiered.shard(nn.Linear(4, 4), store)
-        optimizer = tiered.AdamW(model.parameters(), lr=0.5)
-        store.resume()
-        assert len(warned(caplog)) == 1
-        optimizer.param_groups[0]["lr"] = 0.25
-        store.rollback()
-    assert not warned(caplog)

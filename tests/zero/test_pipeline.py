@@ -37,7 +37,7 @@ every_update = pytest.mark.parametrize("update", UPDATES)
 class Rig:
     """A session over a device that a test can hold up and fail, and the worker of its engine."""
 
-    def __init__(self, disk: SimulatedDisk, update: str, *, seed: int = 7, recipe: Recipe | None = None) -> None:
+    def __init__(self, disk: SimulatedDisk, update: str, *, seed: int = 7) -> None:
         self.device: GatedDevice
 
         def wrap(device: Device) -> Device:
@@ -45,7 +45,7 @@ class Rig:
             return self.device
 
         self.store = simulated_store(disk, budget_nbytes=ROOMY_NBYTES, wrap=wrap)
-        self.session = start(CASE, recipe or Recipe(), self.store, update, hold=0, seed=seed)
+        self.session = start(CASE, Recipe(), self.store, update, hold=0, seed=seed)
         parameter = next(self.session.model.parameters())
         self.worker: UpdateThread = parameter.segment.unit.engine.updates  # type: ignore[attr-defined]
 
@@ -166,25 +166,6 @@ def test_gradients_are_gone_for_the_caller_while_updates_are_pending(update: str
         r.session.optimizer.zero_grad()
         assert r.worker.is_busy
         r.device.open()
-
-
-@pytest.mark.parametrize("name", ["gpt", "tied_head", "lstm", "nested_units"])
-def test_at_most_one_update_is_pending_under_the_smallest_budget(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = CASES[name]
-    nbytes = smallest_budget(case, Recipe(), "backward", tmp_path / "probe")
-    submit, found = UpdateThread.submit, []
-
-    def watched(self: UpdateThread, update: object, **options: bool) -> None:
-        found.append(self.is_busy)
-        submit(self, update, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(UpdateThread, "submit", watched)
-    with debug_store(tmp_path / "store", nbytes, durable=False) as store:
-        assert_same(start(case, Recipe(), store, "backward").run(), reference(case, Recipe()))
-    assert found
-    assert not any(found)
 
 
 def test_auto_is_step(tmp_path: Path) -> None:

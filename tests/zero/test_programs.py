@@ -262,21 +262,6 @@ def test_arguments_are_those_of_torch(name: str, tmp_path: Path) -> None:
             assert torch.equal(theirs, ours)
 
 
-def test_the_profiler_records_shapes_without_complaint(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # ``acc_events``: without it torch 2.11 warns at a process's first profile, even at one of a single cycle.
-    profile = torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
-    )
-    with debug_store(tmp_path, durable=False) as store:
-        model = tiered.shard(nn.Linear(WIDTH, WIDTH), store)
-        optimizer = tiered.AdamW(model.parameters())
-        with profile:
-            model(batch(0)).sum().backward()
-            optimizer.step()
-    assert "RecordFunction" not in capfd.readouterr().err
-    assert any(event.key == "aten::addmm" for event in profile.key_averages())
-
-
 # -- regions without gradients: what they leave open is of use to autograd afterwards ----------------------------------
 
 REGIONS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
