@@ -104,19 +104,6 @@ def check_profile(directory: Path, link: dict[str, float]) -> None:
     assert profiled_link([directory], "cuda") is None
 
 
-def test_several_directories_are_one_store_below_the_device(sim: ModuleType, tmp_path: Path) -> None:
-    directories = (tmp_path / "a", tmp_path / "b")
-    for directory in directories:
-        directory.mkdir()
-    json_file = tmp_path / "bench.json"
-    request = BenchRequest(directories, engine="threads", device="auto", yes=True, json_file=json_file)
-    assert bench(request, replace(TINY, rounds=1, tensor_rounds=1)) == 0
-    found = json.loads(json_file.read_text())["compute_device"]
-    assert (found["device"], found["swap"]["directory"]) == ("sim:0", "+".join(map(str, directories)))
-    for directory in directories:
-        assert sorted(file.name for file in directory.iterdir()) == [LINK_PROFILE_NAME, PROFILE_NAME]
-
-
 def test_without_the_option_nothing_is_said_of_a_device(
     sim: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,19 +29,6 @@ def taken(memory: DeviceMemory, nbytes: int) -> DeviceBuffer:
     return buffer
 
 
-def test_buffers_of_many_sizes_are_made_once(sim: ModuleType) -> None:
-    memory = memory_of(44 * KiB)
-    numbers = []
-    for _ in range(4):
-        sim.keep_log()
-        for one, other in itertools.pairwise(SIZES):
-            for buffer in [taken(memory, one), taken(memory, other)]:
-                memory.give(buffer)
-        numbers.append(sum(entry.kind == "allocate" for entry in sim.log()))
-    assert numbers[0] and not any(numbers[1:]), numbers
-    assert memory.peak_bytes <= 44 * KiB
-
-
 def test_a_small_size_in_a_large_buffer_takes_no_room_from_others(sim: ModuleType) -> None:
     memory = memory_of(40 * KiB)
     memory.give(taken(memory, 20 * KiB))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import io
 import mmap
 import subprocess
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.rigs.warm_python import WarmPython
 
@@ -455,55 +452,7 @@ def test_the_device_draws_from_its_own_generator(sim: ModuleType) -> None:
     assert torch.get_rng_state().equal(cpu)
 
 
-def test_checkpoint_draws_the_same_dropout_again(sim: ModuleType) -> None:
-    layer = nn.Linear(64, 64, device="sim")
-    masks = []
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        y = nn.functional.dropout(layer(x), 0.5)
-        masks.append((y == 0).cpu())
-        return y
-
-    with set_checkpoint_early_stop(False):
-        checkpoint(forward, torch.ones(4, 64, device="sim"), use_reentrant=False).sum().backward()
-    assert len(masks) == 2 and masks[0].equal(masks[1])
-
-
 # ----------------------------------------------------------------------------------------------------- operators
-
-
-def _beside_the_cpu(module: nn.Module, run: Callable[[nn.Module, torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
-    ours = copy.deepcopy(module).to("sim")
-    expected, found = run(module, x), run(ours, x.to("sim"))
-    expected.backward()
-    found.backward()
-    torch.testing.assert_close(found.cpu(), expected)
-    for (name, parameter), mine in zip(module.named_parameters(), ours.parameters(), strict=True):
-        assert mine.grad is not None and mine.grad.device.type == "sim"
-        torch.testing.assert_close(mine.grad.cpu(), parameter.grad, msg=name)
-    for buffer, mine in zip(module.buffers(), ours.buffers(), strict=True):
-        torch.testing.assert_close(mine.cpu(), buffer)
-
-
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
-def test_recurrent_layers_compute_as_on_the_cpu(sim: ModuleType, name: str) -> None:
-    layer = getattr(nn, name)(8, 16, num_layers=2, bidirectional=True, batch_first=True)
-    _beside_the_cpu(layer, lambda layer, x: layer(x)[0].square().sum(), torch.randn(3, 5, 8))
-
-
-@pytest.mark.parametrize(
-    ("module", "shape"),
-    [
-        (nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, groups=4)), (2, 3, 9, 9)),
-        (nn.ConvTranspose2d(4, 6, 3, stride=2), (2, 4, 5, 5)),
-        (nn.Conv1d(4, 6, 3, padding=1, bias=False), (2, 4, 9)),
-        (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()), (6, 8)),
-        (nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), (2, 5, 16)),
-        (nn.Sequential(nn.GroupNorm(2, 8), nn.Flatten(), nn.Linear(32, 3), nn.LogSoftmax(1)), (2, 8, 4)),
-    ],
-)
-def test_layers_compute_as_on_the_cpu(sim: ModuleType, module: nn.Module, shape: tuple[int, ...]) -> None:
-    _beside_the_cpu(module, lambda layer, x: layer(x).square().sum(), torch.randn(shape))
 
 
 def test_embedding_and_cross_entropy_have_the_bits_of_the_cpu(sim: ModuleType) -> None:
@@ -527,56 +476,3 @@ def test_adamw_has_the_bits_of_the_cpu(sim: ModuleType, options: dict[str, bool]
             optimizer.step()
     for p, q in zip(model.parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(q.detach().cpu(), p.detach())
-
-
-def test_grad_scaler_skips_a_step_that_overflows(sim: ModuleType) -> None:
-    layer = nn.Linear(4, 4, device="sim")
-    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("sim", init_scale=8.0)
-    before = layer.weight.detach().clone()
-    scaler.scale(layer(torch.full((1, 4), torch.inf, device="sim")).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 4.0 and layer.weight.equal(before)
-
-
-def test_autocast_casts_by_the_lists(sim: ModuleType) -> None:
-    layer, x = nn.Linear(8, 8, device="sim"), torch.randn(2, 8, device="sim")
-    with torch.autocast("sim", dtype=torch.bfloat16):
-        y = layer(x)
-        assert y.dtype == torch.bfloat16
-        assert nn.functional.softmax(y, -1).dtype == torch.float32
-        assert nn.functional.layer_norm(y, (8,)).dtype == torch.float32
-        assert (y + x).dtype == torch.float32
-        y.float().sum().backward()
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
-
-
-def test_storages_and_views_behave(sim: ModuleType) -> None:
-    flat = torch.arange(16.0, device="sim")
-    storage, before = flat.untyped_storage(), torch.accelerator.memory_allocated()
-    storage.resize_(0)
-    assert torch.accelerator.memory_allocated() == before - 512
-    storage.resize_(64)
-    flat.copy_(torch.arange(16.0))
-    parameter = nn.Parameter(torch.empty(2, 2, device="sim"))
-    parameter.data = flat[4:8].view(2, 2)
-    assert parameter.data_ptr() == flat.data_ptr() + 16
-    assert copy.deepcopy(flat).cpu().equal(flat.cpu())
-    assert flat.unfold(0, 4, 4).cpu().equal(torch.arange(16.0).unfold(0, 4, 4))
-    other = torch.empty(0, dtype=torch.int16, device="sim")
-    other.set_(storage, 2, (3,), (2,))
-    assert other.cpu().equal(flat.cpu().view(torch.int16)[2:8:2])
-    assert torch.empty(0, device="sim").resize_(5).shape == (5,)
-    assert flat.to(torch.int64).cpu().equal(torch.arange(16))
-    turned = torch.tensor([1 + 2j], device="sim").conj()
-    assert turned.cpu().item() == (turned + 0).item() == 1 - 2j
-    file = io.BytesIO()
-    torch.save(flat, file)
-    file.seek(0)
-    assert torch.load(file).device.type == "sim"
-    assert flat.nonzero().cpu().equal(flat.cpu().nonzero())
-
-
-def test_tensors_of_two_devices_do_not_mix(sim: ModuleType) -> None:
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(3) + torch.ones(3, device="sim")

@@ -197,16 +197,6 @@ def test_what_is_unfrozen_later_is_updated_on_the_device(update: str, accelerato
         assert all(map(torch.equal, losses(model, functools.partial(tiered.AdamW, update=update)), expected))
 
 
-def test_values_written_inside_unsharded_are_kept(accelerator: Any, tmp_path: Path) -> None:
-    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE)
-        with tiered.unsharded(session.model), torch.no_grad():
-            for parameter in session.model.parameters():
-                assert parameter.device.type == DEVICE
-                parameter.fill_(3.0)
-        assert all(torch.equal(value, torch.full_like(value, 3.0)) for value in session.model.state_dict().values())
-
-
 def test_a_tensor_that_keeps_a_buffer_alive_is_not_overwritten(accelerator: Any, tmp_path: Path) -> None:
     with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
         session = start(case_on(DEVICE, "gpt"), Recipe(), store, device=DEVICE, hold=0)
@@ -273,17 +263,6 @@ def test_the_next_unit_is_on_its_way_before_the_last_operation_of_this_one(accel
         nbytes = [block.ln1.weight.segment.unit.nbytes for block in session.model.blocks]  # type: ignore[union-attr]
         for number, (_, copied) in enumerate(seen[:-1]):  # as block ``number`` ends, the one after it was copied, too
             assert copied - before >= sum(nbytes[: number + 2]), seen
-
-
-@pytest.mark.parametrize("engine", ["uring", "threads", "aiofiles", "mmap"])
-def test_bits_through_each_engine(engine: str, accelerator: Any, tmp_path: Path) -> None:
-    recipe = Recipe(param_dtype=BF16)
-    options: dict[str, Any] = {"device": DEVICE, "update_on": "cpu", "activations": "swap", "hold": 0}
-    budget = smallest_device_memory("gpt", recipe, tmp_path / "refused", **options)
-    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=budget, engine=engine) as store:
-        trained = start(case_on(DEVICE, "gpt"), recipe, store, **options).run()
-        store.commit({"step": 4})
-    assert_same(trained, reference_on(DEVICE, "gpt", recipe, "cpu"))
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

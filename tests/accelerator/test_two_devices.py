@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -132,22 +131,6 @@ def test_two_models_train_on_two_devices_in_turns(sim: ModuleType, tmp_path: Pat
     for session in sessions:
         assert_same(session.collect(), expected)
         session.store.close()
-
-
-def test_a_thread_of_the_callers_on_another_device_trains_the_model(sim: ModuleType, tmp_path: Path) -> None:
-    recipe = Recipe(num_steps=2)
-    expected = reference_on("sim", "gpt", recipe)
-    torch.accelerator.set_device_index(1)
-    found: list[Any] = []
-    with tiered.Store(tmp_path, dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
-        session = start(case_on("sim:1", "gpt"), recipe, store, device="sim:1", update_on="device", activations="swap")
-        thread = threading.Thread(
-            target=lambda: found.extend([session.run(), torch.accelerator.current_device_index()])
-        )
-        thread.start()
-        thread.join()
-    assert_same(found[0], expected)
-    assert found[1] == 0
 
 
 def test_a_run_of_the_command_line_is_on_its_device_alone(sim: ModuleType, tmp_path: Path) -> None:

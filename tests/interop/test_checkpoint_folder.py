@@ -79,15 +79,6 @@ def test_no_file_that_a_store_reads_in_place_is_replaced_by_a_save(base: Path, m
     save(base)  # no store has it open any more
 
 
-def test_no_file_that_a_store_reads_in_place_is_replaced_through_a_link(base: Path, tmp_path: Path) -> None:
-    """As in the cache of a hub: names are links to the files."""
-    os.rename(base / "model.safetensors", tmp_path / "blob")
-    (base / "model.safetensors").symlink_to(tmp_path / "blob")
-    check_refused_and_unharmed(
-        base, "model.safetensors", lambda folder: write_checkpoint(folder, VALUES, max_shard_size="50GB")
-    )
-
-
 def test_no_file_that_a_store_reads_in_place_is_replaced_by_adapters(base: Path) -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)

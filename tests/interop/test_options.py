@@ -95,24 +95,6 @@ def without_norms(outcome: Outcome) -> Outcome:
     return [{k: v for k, v in log.items() if k != "grad_norm"} for log in outcome[0]], outcome[1]
 
 
-class Normed(nn.Module):
-    """A model that keeps state between forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.body = nn.Sequential(nn.Embedding(64, 16), nn.Dropout(0.5), nn.Flatten(), nn.Linear(192, 16))
-        self.norm, self.head = nn.BatchNorm1d(16), nn.Linear(16, 1)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.norm(self.body(input_ids))
-        return {"loss": (self.head(hidden).squeeze(1) - labels.float().mean(1)).square().mean()}
-
-
-def test_a_model_with_state_between_forwards(tmp_path: Path) -> None:
-    assert same(train(Normed, tmp_path), train_in_memory(Normed, tmp_path))
-
-
 def test_updates_in_backward_know_the_last_batch_of_a_step(tmp_path: Path) -> None:
     options = {"max_grad_norm": 0.0}
     expected = train_in_memory(lambda: build("llama"), tmp_path, **options)
@@ -137,29 +119,6 @@ def test_bf16_means_parameters_in_bf16_with_fp32_masters(tmp_path: Path) -> None
     assert any(torch.tensor(norm).bfloat16().item() != norm for norm in norms), "norms were rounded to bf16"
 
 
-class Images(torch.utils.data.Dataset[dict[str, Any]]):
-    """Random pictures, in fp32."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        draw = torch.Generator().manual_seed(index)
-        return {"pixel_values": torch.rand(3, 8, 8, generator=draw), "labels": index % 2}
-
-
-def test_pictures_are_cast_as_the_parameters_are(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(image_size=8, patch_size=4, **sizes))
-    arguments = training_arguments(tmp_path / "out", bf16=True, max_steps=2)
-    with debug_store(tmp_path / "store") as store:
-        trainer = tiered.hf.Trainer(
-            model=model, args=arguments, train_dataset=Images(), eval_dataset=Images(), tiered={"store": store}
-        )
-        trainer.train()
-        assert trainer.predict(Images()).predictions.shape == (8, 2)
-
-
 @pytest.mark.parametrize("kind", ["reentrant", "non_reentrant"])
 def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
     options = {
@@ -168,25 +127,6 @@ def test_gradient_checkpointing(kind: str, tmp_path: Path) -> None:
     }
     expected = train_in_memory(lambda: build("gpt2"), tmp_path, **options)
     assert same(train(lambda: build("gpt2"), tmp_path, **options), expected)
-
-
-class Generates(TrainerCallback):
-    """Draws a continuation in the middle of training, at each evaluation."""
-
-    def __init__(self) -> None:
-        self.drawn: list[torch.Tensor] = []
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
-        start = torch.tensor([[1, 2, 3]])
-        drawn = model.generate(start, max_new_tokens=4, do_sample=True, pad_token_id=0, attention_mask=start > 0)
-        self.drawn.append(drawn)
-
-
-def test_generation_in_the_middle_of_training(tmp_path: Path) -> None:
-    plain, ours = Generates(), Generates()
-    expected = train_in_memory(lambda: build("llama"), tmp_path, callbacks=[plain], save_strategy="no")
-    assert same(train(lambda: build("llama"), tmp_path, callbacks=[ours]), expected)
-    assert len(ours.drawn) == 3 and all(map(torch.equal, ours.drawn, plain.drawn))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
@@ -239,16 +179,6 @@ def test_adapters_alone_are_written_and_kept(tmp_path: Path) -> None:
     assert "model.safetensors" not in os.listdir(tmp_path / "adapters")
     loaded = PeftModel.from_pretrained(build("llama"), str(tmp_path / "adapters"))
     assert same_state(loaded.state_dict(), expected[1])
-
-
-def test_best_adapters_are_loaded_at_the_end(tmp_path: Path) -> None:
-    options = BEST
-
-    def look(trainer: Any) -> None:
-        assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
-
-    train(lora, tmp_path, look=look, **options)
-    assert "adapter_model.safetensors" in os.listdir(tmp_path / "out" / "checkpoint-2")
 
 
 def test_without_commits_only_files_are_kept(tmp_path: Path) -> None:

@@ -203,17 +203,6 @@ def test_an_evaluation_before_the_resume_changes_nothing(tmp_path: Path) -> None
         assert history(trainer) == reference("gpt2")[0] and same_state(state_of(trainer.model), reference("gpt2")[1])
 
 
-def test_a_finished_trainer_may_train_again(tmp_path: Path) -> None:
-    plain = plain_trainer("bert", tmp_path / "plain", save_strategy="no", max_steps=3)
-    plain.train()
-    plain.train()
-    with debug_store(tmp_path / "store") as store:
-        ours = new_trainer("bert", tmp_path / "out", Stop(), tiered_options={"store": store}, max_steps=3)
-        ours.train()
-        ours.train()
-        assert history(ours) == history(plain) and same_state(state_of(ours.model), state_of(plain.model))
-
-
 def test_a_second_trainer_in_the_same_store_evaluates_and_keeps_the_run(tmp_path: Path) -> None:
     with debug_store(tmp_path / "store", ROOMY_NBYTES) as store:
         first = new_trainer("gpt2", tmp_path / "out", Stop(), tiered_options={"store": store}, max_steps=3)

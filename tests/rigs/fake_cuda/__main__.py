@@ -2,7 +2,7 @@
 
 `.venv/bin/python -m tests.rigs.fake_cuda DIR [PART...] [-- PYTEST'S OPTIONS]` builds the rig in DIR (1.1 GB, of which
 pip downloads half, in a minute or three; later calls build what has changed) and runs the parts, by default all: the
-accelerator tests, whole models, the rig's own checks, the mutants of the device tier (ten minutes). By hand alone.
+accelerator tests, the rig's own checks, the mutants of the device tier (ten minutes). By hand alone.
 Real are torch's Python and C++: allocator, guards, streams, events, copies, generators, autograd's threads, autocast.
 A copy runs when somebody waits for it and not before, so a missing wait gives wrong values. Not real are time, the bits
 of CUDA's kernels (each operator runs the CPU's, at once), cuBLAS, cuDNN, CUPTI and graphs.
@@ -25,7 +25,6 @@ PYTEST = ["-m", "pytest", "-c", "scripts/gpu_check.ini", "--rootdir", ".", "-p",
 PYTEST += ["-p", "tests.rigs.fake_cuda.plugin"]
 PARTS = {
     "accelerator": [*PYTEST, "tests/accelerator"],  # the same files as on a real card
-    "models": [*PYTEST, "tests/accelerator/whole_models.py"],
     "checks": [*PYTEST, "tests/rigs/fake_cuda/checks.py"],
     "mutants": ["-m", "tests.rigs.fake_cuda.missing_waits"],
 }
