@@ -258,27 +258,25 @@ class BatchDraws(BatchSampler):
         return self._indices(batches if self._watch is None else self._watch.over(batches), resumed)
 
     def _indices(self, batches: Iterator[Any], resumed: dict[str, Any] | None) -> Iterator[Any]:
-        made: list[dict[str, Any]] = []
-        first = 0  # the number of the next batch, counted from the first that is made in this process
-        if resumed is not None:
-            if resumed["start"]:
-                self._random.restore_order(resumed["start"][1])
-            made, first = resumed["made"], -resumed["position"]
+        if resumed is not None and resumed["start"]:
+            self._random.restore_order(resumed["start"][1])
         self._start.append(self._random.states())
-        for number in itertools.count(first):
-            if resumed is not None and number == len(made):
-                self._random.restore_data(resumed["then"])
-            try:
-                indices = next(batches)
-            except StopIteration:
-                return
-            if 0 <= number < len(made):
-                self._random.restore_data(made[number])
-            if number >= 0 and self.makes_here:
-                self._pending.append(self._random.states())
-            if self._data_watch is not None:
-                self._data_watch.begin()
-            yield indices
+        if resumed is not None:
+            yield from itertools.islice(batches, resumed["position"])  # which accelerate skips
+            for states, indices in zip(resumed["made"], batches, strict=False):
+                self._random.restore_data(states)
+                yield self._noted(indices)
+            self._random.restore_data(resumed["then"])
+        for indices in batches:
+            yield self._noted(indices)
+
+    def _noted(self, indices: Any) -> Any:
+        """Return ``indices``, of a batch that is made next."""
+        if self.makes_here:
+            self._pending.append(self._random.states())
+        if self._data_watch is not None:
+            self._data_watch.begin()
+        return indices
 
     def used(self, number: int) -> None:
         """The loop has taken ``number`` batches. Logs, once, draws that a resumed epoch does not have."""
