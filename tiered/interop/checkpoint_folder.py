@@ -298,15 +298,10 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the values of ``tensor`` in their order, in contiguous pieces that are no copies, or small ones."""
-    if tensor.is_contiguous() or tensor.nbytes <= PIECE_NBYTES:
-        yield tensor.contiguous()
-    else:
-        for part in tensor.unbind() if tensor.shape[0] <= 1 else torch.split(tensor, _rows(tensor)):
-            yield from _pieces(part)
-
-
-def _rows(tensor: torch.Tensor) -> int:
-    """Return how many rows of ``tensor`` make a piece, fewer than it has."""
-    row_nbytes = tensor.nbytes // tensor.shape[0]
-    return min(max(PIECE_NBYTES // row_nbytes, 1), tensor.shape[0] - 1)
+    """Yield the values of ``tensor`` in their order: the tensor itself where it is contiguous, else copies of rows."""
+    if tensor.is_contiguous():
+        yield tensor
+        return
+    num_rows = max(1, PIECE_NBYTES * tensor.shape[0] // tensor.nbytes)
+    for rows in torch.split(tensor, num_rows):
+        yield rows.contiguous()

@@ -29,9 +29,9 @@ def save_pretrained(
 ) -> None:
     """Save ``model``, sharded by tiered or not, to ``folder`` as safetensors files; blocks until they are durable.
 
-    It takes one parameter at a time from the store, within its budget, and a few pieces of 4 MiB besides. A model of
-    transformers is laid out as its own ``save_pretrained`` does: names, tied weights once, the format of v4 where
-    ``original_format``, config.json; a model with adapters of PEFT saves these alone. Any other module saves its
+    It takes one parameter at a time from the store, within its budget, and a few pieces of 4 MiB or of a row besides. A
+    model of transformers is laid out as its own ``save_pretrained`` does: names, tied weights once, the format of v4
+    where ``original_format``, config.json; a model with adapters of PEFT saves these alone. Any other module saves its
     ``state_dict()``, of tied names the first. ``max_shard_size`` in bytes or as "5GB"; ``dtype`` casts floating-point
     tensors. The earlier files in the folder are replaced as a whole, once the new ones are durable.
 

@@ -126,17 +126,12 @@ class Pointer:
 
     @classmethod
     def read(cls, folder: Path) -> Pointer | None:
-        """Return the pointer in ``folder``; None where there is none. Raises UsageError for one that is damaged."""
+        """Return the pointer in ``folder``; None where there is none that can be read."""
         try:
             fields = json.loads((folder / _POINTER).read_text())
             return cls(str(fields["store"]), int(fields["generation"]), int(fields["step"]))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(
-                f"{folder / _POINTER} is damaged ({error!r}); expected resume_from_checkpoint=True, which asks the"
-                " store alone"
-            ) from error
 
 
 def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bool) -> Any:
@@ -201,16 +196,9 @@ def _folder_of_step(output_dir: Path, store: Store) -> Path:
     assert committed is not None  # or ``_last_step`` had told
     state = TrainerState(**committed["trainer"])
     folder, pointer = output_dir / f"checkpoint-{state.global_step}", Pointer.of(store, state.global_step)
-    if _read_or_none(folder) != pointer or not (folder / _TRAINER_STATE).exists():
+    if Pointer.read(folder) != pointer or not (folder / _TRAINER_STATE).exists():
         folder.mkdir(parents=True, exist_ok=True)
         state.save_to_json(str(folder / _TRAINER_STATE))
         pointer.write(folder)
         _log.info("%s was made again from %r", folder, store)
     return folder
-
-
-def _read_or_none(folder: Path) -> Pointer | None:
-    try:
-        return Pointer.read(folder)
-    except UsageError:
-        return None
