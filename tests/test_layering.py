@@ -38,7 +38,7 @@ ORDER = {
               "private_file", "arena", "pinned_arena", "host_tensor", "device", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "residency", "values", "lifetime",
               "generations", "assembly", "mapping", "store"),
-    "tiers": ("trace", "schedule", "compute_tier", "device_tier", "device_memory", "device_clock", "copies",
+    "tiers": ("trace", "schedule", "compute_tier", "device_memory", "device_clock", "copies",
               "accelerator"),
     "ranks": ("comm",),
     "zero": ("layout", "state_dict_copies", "step", "one_rank", "formats", "compute_device", "parameters",

@@ -17,7 +17,7 @@ import tiered
 
 __all__ = ["MODULES", "Mutant", "found"]
 
-MODULES = ("device_memory", "copies", "accelerator", "device_tier")
+MODULES = ("device_memory", "copies", "accelerator", "compute_tier")
 _ROOT = Path(tiered.__file__).parent / "tiers"
 _ORDERING = (
     "wait_event", "record_stream", "use", "let_use", "use_on", "let_wait", "begin_filling", "rest", "hand_over",

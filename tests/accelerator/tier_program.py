@@ -16,8 +16,8 @@ from tests.accelerator import simulated
 from tiered.ranks.comm import NullComm
 from tiered.tiers import copies
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
+from tiered.tiers.compute_tier import ParameterPlace, UnitBuffer, UpdatePlace
 from tiered.tiers.device_memory import on_stream
-from tiered.tiers.device_tier import HostPlace, ParameterPlace, UnitBuffer
 
 __all__ = ["PROGRAMS", "Rig"]
 
@@ -164,7 +164,7 @@ def settled(r: Rig) -> None:
                 lease.tensor.add_(1)
                 lease.release()
     r.tier.gather(["a", "b"], "r").release(())
-    HostPlace(r.tier, r.working_set).settle(["a", "b"])
+    UpdatePlace(r.tier, r.working_set).settle(["a", "b"])
     r.write_alone("b")
 
 

@@ -8,14 +8,14 @@ and back bucket by bucket, in memory that is set aside for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from tiered.errors import UsageError
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.residency import Lease, Residency
-from tiered.tiers.compute_tier import GradientBuffer
+from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer, UpdatePlace
 from tiered.tiers.copies import Copies
 from tiered.tiers.device_clock import COPY_TO_UPDATE, UPDATE
 from tiered.tiers.device_memory import (
@@ -32,32 +32,29 @@ from tiered.units import format_bytes
 __all__ = ["AcceleratorTier", "DeviceGradients", "DevicePlace"]
 
 
-class DeviceGathered:
+class DeviceGathered(Gathered):
     """Spans that were copied to the compute device; with a lease for writing they can be copied back."""
 
-    __slots__ = ("_buffers", "_contents", "_copies", "_memory", "leases", "tensors")
+    __slots__ = ("_buffers", "_contents", "_copies", "_memory")
 
     def __init__(
         self, tier: AcceleratorTier, taken: Sequence[tuple[DeviceBuffer, Content | None]], leases: Sequence[Lease]
     ) -> None:
-        self.tensors = [buffer.tensor for buffer, _ in taken]
         self.leases = tuple(leases)
+        self.tensors = [buffer.tensor for buffer, _ in taken]
         self._copies, self._memory = tier.copies, tier.memory
         self._buffers = tuple(buffer for buffer, _ in taken)
         self._contents = tuple(content for _, content in taken)
 
     def use(self) -> None:
-        """The caller's stream waits for the copies, where it has not yet."""
         stream = self._copies.current_stream()
         for buffer in self._buffers:
             self._copies.let_use(buffer, stream)
 
     def is_there(self, span: int) -> bool:
-        """Return whether a tensor that lies in the buffer lives."""
         return self._buffers[span].is_aliased
 
     def write_back(self) -> None:
-        """Copy the buffers to the leased bytes; blocks until they are there."""
         for buffer, lease in zip(self._buffers, self.leases, strict=True):
             self._copies.write(buffer, lease)
 
@@ -72,25 +69,19 @@ class DeviceGathered:
             lease.release(is_unchanged=number in unchanged)
 
 
-class DeviceGradients:
+class DeviceGradients(GradientBuffer):
     """Gradients of one unit on the compute device; those of ``key`` in DRAM are older, if there are any."""
 
     __slots__ = ("_buffer", "_key", "_tier")
 
-    lease = None
-
     def __init__(self, tier: AcceleratorTier, buffer: DeviceBuffer, key: str) -> None:
+        self.lease = None
+        self.tensor = buffer.tensor
         self._tier = tier
         self._buffer = buffer
         self._key = key
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        """(nbytes,) uint8 on the device."""
-        return self._buffer.tensor
-
     def use(self) -> None:
-        """The caller's stream waits until the bytes are there and earlier uses have ended."""
         self._tier.copies.let_use(self._buffer, self._tier.copies.current_stream())
 
     def hand_over(self) -> None:
@@ -102,21 +93,19 @@ class DeviceGradients:
         self._buffer.use(stream)
 
     def release(self) -> None:
-        """Give the buffer back, for what was only read."""
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # Lifetime: the buffer makes others of its memory
         self._tier.memory.give(self._buffer)
 
     def store(self) -> None:
-        """Copy the bytes to DRAM and give the buffer back; blocks where DRAM is short."""
         self._tier.copies.empty(self._buffer, self._tier.lease(self._key, "w"))
         self.release()
 
     def discard(self) -> None:
-        """Give the buffer back and drop the bytes of the key."""
         self.release()
         self._tier.drop_bytes(self._key)
 
 
-class AcceleratorTier:
+class AcceleratorTier(ComputeTier):
     """The compute device of one model; ``memory`` is its budget there. Thread-safe, but for units and gradients.
 
     Invariant: a stream of the caller's uses a buffer after ``use`` alone, which has it wait for the buffer's bytes.
@@ -126,12 +115,12 @@ class AcceleratorTier:
 
     def __init__(self, working_set: Residency, device: torch.device, budget_bytes: int) -> None:
         """``device``: with its index; ``budget_bytes``: most that buffers take of its memory."""
+        super().__init__(working_set)
         self.device = device
         self.copies = Copies(working_set, device, deadline_s=working_set.deadline_s)
         self.memory = DeviceMemory(device, budget_bytes, torch.Stream(device=device), self._distance_of)
         self.memories = [self.memory]  # and that of updates, if they compute here
         self.keeps_gradients = False
-        self._working_set = working_set
         self._distance: Callable[[str], int] = lambda key: 0
         self._give_back: Callable[[], bool] = lambda: False
 
@@ -151,7 +140,6 @@ class AcceleratorTier:
         )
 
     def attach(self, distance: Callable[[str], int], give_back: Callable[[], bool]) -> None:
-        """``distance(key)``: after how many uses it comes next; ``give_back()``: some buffer, if the caller can."""
         self._distance, self._give_back = distance, give_back
 
     def _distance_of(self, content: Content) -> int:
@@ -241,16 +229,13 @@ class AcceleratorTier:
     # -- gradients, numbers, activations -------------------------------------------------------------------------
 
     def new_gradients(self, key: str, nbytes: int) -> DeviceGradients:
-        """Return a buffer whose bytes are undefined. Raises CapacityError."""
         return DeviceGradients(self, self._take(nbytes), key)
 
     def gradients(self, key: str, mode: str) -> DeviceGradients:
-        """Copy the bytes of ``key`` into a buffer; blocks on a swap in. Raises CapacityError."""
         return DeviceGradients(self, self._copy_in(self.lease(key, "r"), is_owned=True), key)
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Lend (nbytes,) uint8 of the device's budget. Raises CapacityError."""
         buffer = self._take(nbytes)
         try:
             buffer.use(self.copies.current_stream())
@@ -259,15 +244,12 @@ class AcceleratorTier:
             self.memory.give(buffer)
 
     def on_host(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Copy ``value``, a few bytes, to DRAM; the call of the result waits for them."""
         return self.copies.on_host(value)
 
     def free_nbytes(self) -> int:
-        """Return the free bytes of the device, less those of the budget that were not taken yet."""
         return free_device_memory(self.device) - (self.memory.budget_bytes - self.memory.allocated_bytes)
 
     def refuse_capture(self, what: str) -> None:
-        """Raise UsageError where the caller's stream is being captured into a graph."""
         if is_capturing(self.device):
             raise UsageError(
                 f"{what} of a sharded model while its stream is captured, as torch.cuda.graph and torch.compile(mode="
@@ -276,19 +258,15 @@ class AcceleratorTier:
             )
 
     def left_bytes(self) -> int:
-        """Return the bytes of the budget that no buffer in use has."""
         return self.memory.left_bytes()
 
     def note_dials(self, error: BaseException, what: str) -> str:
-        """Have a torch.OutOfMemoryError, met in ``what``, name the budget and the user's dials; return these words."""
         return note_dials(error, what, self.memories)
 
     def put(self, tensor: torch.Tensor, key: str, shift: int) -> None:
-        """Copy the storage of ``tensor``, which stays alive until then, to ``key``; blocks where DRAM is short."""
         self.copies.put(tensor, self.lease(key, "w"), shift, may_change=_may_change_unseen(tensor))
 
     def was_changed(self, key: str) -> bool:
-        """Return whether what was put into ``key`` was written while it was copied. Blocks until it is there."""
         return self.copies.was_changed(key)
 
     def get(self, key: str) -> torch.Tensor:
@@ -304,35 +282,20 @@ class AcceleratorTier:
     # -- DRAM ----------------------------------------------------------------------------------------------------
 
     def lease(self, key: str, mode: str) -> Lease:
-        """Lease the bytes of ``key`` in DRAM once no copy of them forbids it; blocks."""
         return self.copies.lease(key, mode)
 
     def lease_for_update(self, keys: Sequence[str]) -> list[Lease]:
-        """Lease the bytes of ``keys`` in DRAM for an update once no copy uses them; blocks."""
         for key in keys:
             self.copies.settle(key)
         return self._working_set.lease_for_update(keys)
 
     def settle(self, key: str) -> None:
-        """Wait until no copy uses the bytes of ``key``. DeadlineError."""
         self.copies.settle(key)
 
     def settle_one(self) -> bool:
-        """For a caller that waits for DRAM: wait for the copy submitted first; return whether there was one."""
         return self.copies.settle_one()
 
-    def delete(self, key: str) -> None:
-        """Delete ``key`` once no copy uses its bytes; blocks."""
-        self.copies.settle(key)
-        self._working_set.delete([key])
-
-    def drop_bytes(self, key: str) -> None:
-        """Drop the bytes of ``key`` once no copy uses them; blocks."""
-        self.copies.settle(key)
-        self._working_set.drop_bytes(key)
-
     def forget(self) -> None:
-        """Wait for the copies in flight, and give all memory back."""
         self.copies.settle_all()
         self.memory.close()
 
@@ -354,41 +317,32 @@ def _may_change_unseen(tensor: torch.Tensor) -> bool:
 # -- update place ------------------------------------------------------------------------------------------------------
 
 
-class _Computing(on_stream):
-    """A block on the update's stream; an error of the device's memory names the dials."""
-
-    __slots__ = ("_tier",)
-
-    def __init__(self, stream: torch.Stream, tier: AcceleratorTier) -> None:
-        super().__init__(stream)
-        self._tier = tier
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__()
-        if isinstance(raised[1], BaseException):
-            self._tier.note_dials(raised[1], "an update")
-
-
-class DevicePlace:
+class DevicePlace(UpdatePlace):
     """Updates on the compute device, on a stream of their own, in ``memory`` of their own."""
 
     computes_in_dram = False
+    _tier: AcceleratorTier
 
     def __init__(self, tier: AcceleratorTier, budget_bytes: int) -> None:
         """``budget_bytes``: of the device's memory, for one unit, its gradients, 3 buckets and the tile scratch."""
+        super().__init__(tier, tier._working_set)
         self.device = tier.device
         self.stream = torch.Stream(device=tier.device)
         self._stream_in = torch.Stream(device=tier.device)
         self.memory = DeviceMemory(tier.device, budget_bytes, tier.memory.stream, lambda _: 0)
-        self._tier = tier
         tier.copies.clock.name(self.stream, UPDATE)
         tier.copies.clock.name(self._stream_in, COPY_TO_UPDATE)
         self._brought: dict[Lease, DeviceBuffer] = {}
         self._kept: list[DeviceBuffer] = []
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Return a block whose operations run on this place's stream."""
-        return _Computing(self.stream, self._tier)
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        with on_stream(self.stream):
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                self._tier.note_dials(error, "an update")
+                raise
 
     def bring(self, lease: Lease) -> torch.Tensor:
         """Copy the leased bytes in; the stream waits for them. Raises CapacityError."""
@@ -446,11 +400,6 @@ class DevicePlace:
 
         return wait
 
-    def settle(self, keys: Sequence[str]) -> None:
-        """Wait for the copies of ``keys``."""
-        for key in keys:
-            self._tier.settle(key)
-
     def keep(self, nbytes: int) -> torch.Tensor:
         """Return (nbytes,) uint8 for this place's stream, until ``close``. Raises CapacityError."""
         buffer = self.memory.take(nbytes)
@@ -461,7 +410,7 @@ class DevicePlace:
         return buffer.tensor
 
     def close(self) -> None:
-        """Give all memory back, once no tensor lies in it. Idempotent."""
+        """Give all memory back, once no tensor lies in it."""
         while self._kept:
             self.memory.give(self._kept.pop())
         self.memory.close()

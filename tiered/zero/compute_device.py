@@ -13,8 +13,8 @@ from torch import nn
 from tiered.errors import CapacityError, UsageError
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
+from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.device_memory import free_device_memory
-from tiered.tiers.device_tier import HostTier
 from tiered.units import MiB, format_bytes
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.layout import UnitLayout
@@ -96,26 +96,24 @@ def named_device(word: str | torch.device, device_memory: int | None = None) -> 
     return torch.device(device.type, index)
 
 
-def tier_of(device: torch.device, store: Store) -> HostTier | AcceleratorTier:
+def tier_of(device: torch.device, store: Store) -> ComputeTier:
     """Return the tier of ``device``; one of an accelerator has no memory before ``give_memory``."""
     if device.type == "cpu":
-        return HostTier(store.working_set)
+        return ComputeTier(store.working_set)
     return AcceleratorTier(store.working_set, device, 0)
 
 
-def check_update_on(word: str, tier: HostTier | AcceleratorTier) -> None:
+def check_update_on(word: str, tier: ComputeTier) -> None:
     """Raise UsageError for an ``update_on`` that is no word, or is "device" where there is none."""
     if word not in ("auto", "cpu", "device"):
         raise UsageError(f"update_on={word!r}; expected 'auto', 'cpu' or 'device'")
-    if word == "device" and isinstance(tier, HostTier):
+    if word == "device" and tier.computes_in_dram:
         raise UsageError("update_on='device' of a model on the CPU; expected device= of an accelerator, or 'cpu'")
 
 
-def check_memory(
-    tier: HostTier | AcceleratorTier, units: list[UnitLayout], budget: int | None, *, updates: bool
-) -> None:
+def check_memory(tier: ComputeTier, units: list[UnitLayout], budget: int | None, *, updates: bool) -> None:
     """Raise CapacityError, with the smallest one that works, for too small a ``budget`` of the device's memory."""
-    smallest = 0 if isinstance(tier, HostTier) else smallest_device_budget(units, updates=updates)
+    smallest = 0 if tier.computes_in_dram else smallest_device_budget(units, updates=updates)
     if budget is not None and budget < smallest:
         raise CapacityError(
             f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
@@ -125,14 +123,12 @@ def check_memory(
         )
 
 
-def give_memory(
-    tier: HostTier | AcceleratorTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool
-) -> None:
+def give_memory(tier: ComputeTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool) -> None:
     """Give ``tier`` the budget asked for, or a part of what is free once the model's values have left the device.
 
     ``updates``: they may compute there, too.
     """
-    if isinstance(tier, HostTier):
+    if not isinstance(tier, AcceleratorTier):
         return
     torch.accelerator.empty_cache()  # memory: torch keeps the values' for the stream that they were made on, no other
     smallest = smallest_device_budget(units, updates=updates)
@@ -151,7 +147,7 @@ def give_memory(
     tier.memory.reserve(min(budget, smallest + max(0, sum(stay) - 2 * max(stay, default=0))))  # all that can stay
 
 
-def give_construction_memory(tier: HostTier | AcceleratorTier, nbytes: int) -> None:
+def give_construction_memory(tier: ComputeTier, nbytes: int) -> None:
     """Let ``tier`` take memory for a few parameters, one of ``nbytes`` among them, while a model is constructed."""
     if isinstance(tier, AcceleratorTier):
         tier.memory.budget_bytes = max(tier.memory.budget_bytes, _CONSTRUCTION_NBYTES, nbytes)

@@ -20,9 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from tiered.bytes.host_tensor import storage_address
 from tiered.errors import UsageError
 from tiered.store.store import Store
-from tiered.tiers.accelerator import AcceleratorTier
-from tiered.tiers.compute_tier import Gathered
-from tiered.tiers.device_tier import HostTier
+from tiered.tiers.compute_tier import ComputeTier, Gathered
 from tiered.zero.compute_device import give_construction_memory, named_device, tier_of
 from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
@@ -103,7 +101,7 @@ class _Construction:
         self.store = store
         self.is_open = True
         self.shown: dict[ConstructedParameter, None] = {}  # oldest first
-        self._tiers: dict[torch.device, HostTier | AcceleratorTier] = {}
+        self._tiers: dict[torch.device, ComputeTier] = {}
         store.working_set.add_reclaimer(self._reclaim)
 
     def move_in(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -213,7 +211,7 @@ class _Construction:
                 return True
         return False
 
-    def tier_of(self, device: torch.device) -> HostTier | AcceleratorTier:
+    def tier_of(self, device: torch.device) -> ComputeTier:
         """Return the tier of ``device``, whose memory is for a few parameters, or for one that is larger."""
         if device not in self._tiers:
             tier = self._tiers[device] = tier_of(device, self.store)

@@ -14,7 +14,6 @@ from tiered.bytes.exit_and_fork import this_process
 from tiered.store.residency.residency import Lease
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.compute_tier import GradientBuffer, UpdatePlace
-from tiered.tiers.device_tier import HostPlace
 from tiered.tiers.schedule import Rooms, SharedSchedule
 from tiered.zero.gradients.stand_in import Change, Compute
 from tiered.zero.parameters.leased_units import OpenUnits
@@ -49,7 +48,7 @@ class ModelGradients:
         self._working_set = self._root.working_set
         self._tier = self._root.tier
         self.rooms = Rooms(self._working_set.has_bytes)  # for the schedule: buffers that will be leased
-        self.place: UpdatePlace = HostPlace(self._tier, self._working_set)  # of updates
+        self.place = UpdatePlace(self._tier, self._working_set)  # of updates
         self.spares: dict[Unit, None] = {}  # units that have an empty buffer for gradients beside it
         self._open: dict[Unit, None] = {}
         self.lent: tuple[Unit, GradientBuffer] | None = None  # leased for reading

@@ -20,7 +20,6 @@ from tiered.store.residency.residency import Lease, Residency
 from tiered.store.transfers.transfer import without_frames
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
-from tiered.tiers.device_tier import HostPlace
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Bucket, Source, update_pieces
 from tiered.zero.formats.rules import Hyperparameters, Rule
@@ -52,7 +51,7 @@ class UpdatePipeline:
         memory = torch.frombuffer(self._buffer.memory, dtype=torch.uint8)
         self.scratch = TileScratch(memory, tile_numel)
         self._is_open = True
-        self._place: UpdatePlace = HostPlace(tier, working_set)
+        self._place = UpdatePlace(tier, working_set)
         self._scratch_there = self.scratch
 
     def move_to(self, place: DevicePlace) -> None:

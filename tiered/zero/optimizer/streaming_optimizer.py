@@ -20,7 +20,7 @@ from tiered.errors import UsageError
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
-from tiered.tiers.device_tier import HostTier
+from tiered.tiers.compute_tier import ComputeTier
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Source
 from tiered.zero.formats.layout import FORMATS, Layouts
@@ -218,7 +218,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 numel, before, managed = layout_of(committed, (s for unit in units for s in unit.segments))
         tile_numel = tile_numel_for(numel, [segment.numel for segment in self._segments.values()])
         working_set = self._store.working_set
-        tier = HostTier(working_set) if engine is None else engine.tier
+        tier = ComputeTier(working_set) if engine is None else engine.tier
         self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.tiers.device_tier import BufferState
+from tiered.tiers.compute_tier import BufferState
 from tiered.zero.parameters.module_calls import EngineParts, ModuleCalls, num_on_stack, stack
 from tiered.zero.parameters.parameter import is_write, name_of
 from tiered.zero.parameters.saved_references import SavedPair

@@ -18,8 +18,7 @@ from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.residency import Residency
 from tiered.store.waiting.recorder import Begun
-from tiered.tiers.compute_tier import ComputeTier
-from tiered.tiers.device_tier import BufferState, ParameterPlace, UnitBuffer
+from tiered.tiers.compute_tier import BufferState, ComputeTier, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.tensor_without_bytes import placeholder, without_dispatch
 

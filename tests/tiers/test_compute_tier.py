@@ -9,7 +9,7 @@ import torch
 import tiered
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.residency import Residency
-from tiered.tiers.device_tier import BufferState, HostTier, ParameterPlace, ShardState, UnitBuffer
+from tiered.tiers.compute_tier import BufferState, ComputeTier, ParameterPlace, UnitBuffer
 
 SPANS = [("a", torch.float32), ("b", torch.bfloat16)]
 PIECES = [
@@ -32,18 +32,18 @@ def working_set(tmp_path: Path) -> Iterator[Residency]:
 
 
 def buffer_of(working_set: Residency) -> UnitBuffer:
-    return UnitBuffer(SPANS, PIECES, tier=HostTier(working_set), comm=NullComm())
+    return UnitBuffer(SPANS, PIECES, tier=ComputeTier(working_set), comm=NullComm())
 
 
 def test_the_buffer_is_the_leases_own_tensors(working_set: Residency) -> None:
     buffer = buffer_of(working_set)
-    assert (buffer.shard, buffer.state) == (ShardState.STORED, BufferState.NONE)
+    assert buffer.state is BufferState.NONE
     buffer.gather("r")
-    assert (buffer.shard, buffer.state, buffer.mode) == (ShardState.RESIDENT, BufferState.GATHERED, "r")
+    assert (buffer.state, buffer.mode) == (BufferState.GATHERED, "r")
     leased = [lease.tensor.data_ptr() for lease in buffer.leases]
     assert [tensor.data_ptr() for tensor in buffer.tensors] == leased
     buffer.release()
-    assert (buffer.shard, buffer.state, buffer.tensors) == (ShardState.STORED, BufferState.NONE, [])
+    assert (buffer.state, buffer.tensors) == (BufferState.NONE, [])
     working_set.lease("a", "rw").release()  # nobody reads it any more
 
 
@@ -72,7 +72,7 @@ def test_a_span_that_cannot_be_leased_gives_the_others_back(working_set: Residen
     buffer = buffer_of(working_set)
     with pytest.raises(tiered.LeaseError):
         buffer.gather("rw")
-    assert (buffer.shard, buffer.state, buffer.leases) == (ShardState.STORED, BufferState.NONE, ())
+    assert (buffer.state, buffer.leases) == (BufferState.NONE, ())
     writer.release()
     working_set.lease("a", "rw").release()
     buffer.gather("rw")
