@@ -115,7 +115,7 @@ def test_promised_keys_are_asked_for_in_the_order_of_use() -> None:
 
 def test_hand_overs_that_belong_together_ask_once_at_their_end() -> None:
     schedule = schedule_of(["u", "v", "s", "t"], "uvst", rooms_of({}, 0), window_bytes=2)
-    schedule.begin_hand_overs()
+    schedule.is_handing_over = True
     assert schedule.hand_over(["s"]) == {}
     assert schedule.hand_over(["t"]) == {}
     assert list(schedule.end_hand_overs()) == ["s", "t"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from tiered.store.residency.residency import Residency
 from tiered.tiers.trace import Trace
@@ -108,21 +109,14 @@ class Schedule:
         self._near_until = 0  # position up to which expected keys are near
         self._learnt: set[str] = set()
         self._learnt_window_bytes = 0
-        self._is_handing_over = False
+        self.is_handing_over = False  # hand-overs come that belong together: nothing is asked for until their end
         self._asked_bytes = 0  # that were asked for last, in so many keys
         self._num_asked = 0
         self._num_lasting = 0  # uses until more keys are asked for
 
     def settle(self) -> None:
-        """Ask for nothing any more: all keys are in DRAM for good. Until ``unsettle``, or a key is learnt.
-
-        The caller need not say what is used meanwhile.
-        """
+        """Ask for nothing until a key is learnt: all keys are in DRAM for good. Their uses need not be told."""
         self.is_settled = not self._learnt
-
-    def unsettle(self) -> None:
-        """Ask for the next keys again."""
-        self.is_settled = False
 
     def learn(self, key: str, nbytes: int, *, window_bytes: int) -> None:
         """Let ``key``, of ``nbytes``, be read ahead from now on where the trace expects it.
@@ -138,7 +132,7 @@ class Schedule:
         """Note that ``keys``, the last perhaps a room, are used at one time, now; return the keys to read."""
         return self.go_on() if self.trace.record(*keys) else {}
 
-    def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> dict[str, int]:
+    def hand_over(self, keys: Iterable[str], unrecorded: Iterable[str] = ()) -> dict[str, int]:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order (see ``Trace.promise``)."""
         self.trace.promise(keys, unrecorded=unrecorded)
         return self.go_on()
@@ -159,13 +153,9 @@ class Schedule:
             return self.trace.is_promised(key)
         return -1 < self.trace.next_use(key) < self._near_until or self.trace.is_promised(key)
 
-    def begin_hand_overs(self) -> None:
-        """Begin hand-overs that belong together: ask for nothing until ``end_hand_overs``."""
-        self._is_handing_over = True
-
     def end_hand_overs(self) -> dict[str, int]:
-        """Return the keys to read after all that was handed over."""
-        self._is_handing_over = False
+        """Return the keys to read after all that was handed over, since ``is_handing_over`` was set."""
+        self.is_handing_over = False
         return self.advance()
 
     def rewind(self) -> dict[str, int]:
@@ -192,7 +182,7 @@ class Schedule:
 
     def advance(self) -> dict[str, int]:
         """Return the next ``window_bytes`` of promised and expected keys, in the order of their use."""
-        if self._is_handing_over or self.is_settled:
+        if self.is_handing_over or self.is_settled:
             return {}
         wanted: dict[str, int] = {}  # key -> bytes to leave beside it
         looked_at: list[str] = []
@@ -274,81 +264,56 @@ class SharedSchedule:
 
     def use(self, *keys: str) -> None:
         """Note that ``keys`` are used now, and begin to read the next ones. The last of ``keys`` may be a room."""
-        if self._schedule.is_settled:
-            return
-        with self._lock:
-            wanted = self._schedule.use(*keys)
-        if wanted:
-            self._read(wanted)
+        if not self._schedule.is_settled:
+            self._tell(self._schedule.use, *keys)
 
     def hand_over(self, keys: Iterable[str], *, unrecorded: Iterable[str] = ()) -> None:
         """Note that another thread will use ``unrecorded`` and ``keys`` soon, in this order."""
-        if self._schedule.is_settled:
-            return
-        with self._lock:
-            wanted = self._schedule.hand_over(keys, unrecorded=unrecorded)
-        if wanted:
-            self._read(wanted)
+        if not self._schedule.is_settled:
+            self._tell(self._schedule.hand_over, keys, unrecorded)
 
     def take_back(self, keys: Iterable[str]) -> None:
         """Note that keys that were handed over were used, or will not be."""
-        if not self.trace.has_promises:
-            return
-        with self._lock:
-            self._schedule.take_back(keys)
+        if self.trace.has_promises:
+            with self._lock:
+                self._schedule.take_back(keys)
 
     def use_promised(self, keys: Sequence[str]) -> None:
         """Note that ``keys``, which were handed over, are used now, and begin to read the keys after them."""
-        if self._schedule.is_settled and not self.trace.has_promises:
-            return
-        with self._lock:
-            wanted = self._schedule.use_promised(*keys)
-        if wanted:
-            self._read(wanted)
+        if not self._schedule.is_settled or self.trace.has_promises:
+            self._tell(self._schedule.use_promised, *keys)
 
     @contextmanager
     def hand_overs(self) -> Iterator[None]:
         """Several hand-overs belong together: the next keys are asked for once, when the block ends."""
         with self._lock:
-            self._schedule.begin_hand_overs()
+            self._schedule.is_handing_over = True
         try:
             yield
         finally:
-            with self._lock:
-                wanted = self._schedule.end_hand_overs()
-            self._read(wanted)
+            self._tell(self._schedule.end_hand_overs)
 
     def go_on(self) -> None:
         """Begin to read the next keys, once some of the keys on their way have been used."""
-        if self._schedule.is_settled:
-            return
-        with self._lock:
-            wanted = self._schedule.go_on()
-        if wanted:
-            self._read(wanted)
+        if not self._schedule.is_settled:
+            self._tell(self._schedule.go_on)
 
     def rewind(self) -> None:
         """Say that a new step begins."""
-        if self._schedule.is_settled:
-            return
-        with self._lock:
-            wanted = self._schedule.rewind()
-        self._read(wanted)
+        if not self._schedule.is_settled:
+            self._tell(self._schedule.rewind)
 
     def end_step(self) -> None:
         """Say that a step is complete."""
-        if self._schedule.is_settled:
-            return
-        with self._lock:
-            wanted = self._schedule.end_step()
-        self._read(wanted)
-        if self._rooms_nbytes is not None:
-            self._settle()
+        if not self._schedule.is_settled:
+            self._tell(self._schedule.end_step)
+            if self._rooms_nbytes is not None:
+                self._settle(self._rooms_nbytes)
 
     def forget(self) -> None:
         """Say that the step is dropped, and that the keys in DRAM will be elsewhere. Reads nothing."""
         with self._lock:
-            self._schedule.unsettle()
+            self._schedule.is_settled = False
             self.trace.rewind()
 
     def distance(self, key: str) -> int:
@@ -356,13 +321,16 @@ class SharedSchedule:
         with self._lock:
             return self.trace.distance(key)
 
-    def _read(self, wanted: Mapping[str, int]) -> None:
+    def _tell(self, event: Callable[..., dict[str, int]], *arguments: Any) -> None:
+        """Tell the schedule of ``event``, and begin to read the keys that it asks for."""
+        with self._lock:
+            wanted = event(*arguments)
         if wanted:
             self._schedule.granted(self._working_set.prefetch(wanted, wanted))
 
-    def _settle(self) -> None:
+    def _settle(self, rooms_nbytes: Mapping[str, int]) -> None:
         """Settle once all of the model is in DRAM, and the other leases of a step find room beside it."""
-        if self._working_set.shortage({**self._nbytes, **(self._rooms_nbytes or {})}):
+        if self._working_set.shortage({**self._nbytes, **rooms_nbytes}):
             return
         if self._working_set.prefetch(self._nbytes) == sum(self._nbytes.values()):
             with self._lock:
