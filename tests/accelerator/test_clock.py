@@ -16,7 +16,6 @@ from tests.accelerator.training import ROOMY_NBYTES, case_on, smallest_device_me
 from tests.reference import Recipe
 from tests.zero.training import start
 from tiered.store.waiting.recorder import Recorder, Wait
-from tiered.tiers import device_clock
 from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, COPY_TO_UPDATE, UPDATE, DeviceClock
 from tiered.tools.train.summary import write_timeline
 
@@ -62,25 +61,6 @@ def test_events_are_used_again_though_nobody_asks_for_figures(sim: ModuleType) -
         assert begun is not None
         clock.note("forward", "root", begun)
     assert len(clock._free) + 2 * sum(map(len, clock._pending.values())) <= 256
-
-
-def test_the_zero_of_a_recording_follows_it(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events tell a distance of hours to a millisecond; and a zero is not recorded again while it is one."""
-    monkeypatch.setattr(device_clock, "_ZERO_AGE_S", 0.0)
-    recorder = Recorder()
-    clock = clock_of(recorder)
-    stream = torch.Stream(device="sim")
-    recorder.start(8)
-    begun_s = time.monotonic()
-    for _ in range(8):
-        begun = clock.mark_on(stream, COPY_IN)
-        time.sleep(0.01)
-        clock.note_on(stream, "copy in", "a", begun)
-        clock.collect()
-    intervals, _ = recorder.stop()
-    starts = [interval.start_s for interval in intervals]
-    assert starts == sorted(starts) and begun_s - 0.05 <= starts[0] <= starts[-1] <= time.monotonic()
-    assert clock._zero not in clock._free
 
 
 def test_a_thread_of_ours_has_no_time_on_the_callers_stream(sim: ModuleType) -> None:

@@ -20,9 +20,7 @@ COMPUTE, COPY_IN, COPY_OUT, UPDATE = "stream: compute", "stream: copy in", "stre
 COPY_AHEAD, COPY_TO_UPDATE = "stream: copy in ahead", "stream: copy in for update"
 """The tracks of a device. ``COMPUTE`` is whatever stream the caller is on."""
 
-_NUM_TRIES = 5
 _EVERY = 64  # spans of a track
-_ZERO_AGE_S = 60.0  # events tell their distance in single precision: 4 us at this one, 1 ms after hours
 _MOST_PENDING = 10_000  # pairs whose events have not come: of a device that hangs, no more are kept
 
 
@@ -59,8 +57,8 @@ class DeviceClock:
         self._tracks: dict[int, str] = {}  # by the stream's id
         self._pending: dict[str, deque[_Span]] = {}  # by track, oldest first
         self._free: list[torch.Event] = []
-        self._zero: torch.Event | None = None  # an event that came at ``_zero_s`` of the host's clock
-        self._zero_s = 0.0
+        # An event and its time by the host's clock; the distance to it is told in single precision: 1 ms after hours.
+        self._zero: tuple[torch.Event, float] | None = None
 
     def __repr__(self) -> str:
         return f"DeviceClock({self._device}, {sum(map(len, self._pending.values()))} spans pending)"
@@ -105,30 +103,21 @@ class DeviceClock:
                     ended.append(spans.popleft())
             for span in ended:
                 self._tell(span)
-                self._free += [event for event in (span.begun.event, span.end) if event is not self._zero]
+                self._free += [span.begun.event, span.end]
 
     def _tell(self, span: _Span) -> None:
         seconds = max(0.0, span.begun.event.elapsed_time(span.end) / 1e3)
         start_s = 0.0
         if self._recorder.is_recording:
-            if self._zero is None:
-                self._set_zero()
-            assert self._zero is not None
-            distance_s = self._zero.elapsed_time(span.begun.event) / 1e3
-            start_s = self._zero_s + distance_s
-            if distance_s > _ZERO_AGE_S:
-                self._free.append(self._zero)
-                self._zero, self._zero_s = span.begun.event, start_s
+            self._zero = self._zero or self._new_zero()
+            zero, zero_s = self._zero
+            start_s = zero_s + zero.elapsed_time(span.begun.event) / 1e3
         self._recorder.add(span.word, span.subject, span.begun.track, start_s, start_s + seconds, nbytes=span.nbytes)
 
-    def _set_zero(self) -> None:
-        """Find the time on the host's clock of an event: between two readings, those of the shortest of some tries."""
-        shortest_s = float("inf")
-        for _ in range(_NUM_TRIES):
-            before_s = time.monotonic()
-            event = torch.Event(self._device, enable_timing=True)
-            event.record(torch.accelerator.current_stream(self._device))
-            event.synchronize()
-            took_s = time.monotonic() - before_s
-            if took_s < shortest_s:
-                shortest_s, self._zero, self._zero_s = took_s, event, before_s + took_s / 2
+    def _new_zero(self) -> tuple[torch.Event, float]:
+        """Return an event that has come, and its time by the host's clock: halfway between two readings."""
+        before_s = time.monotonic()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        event.synchronize()
+        return event, (before_s + time.monotonic()) / 2
