@@ -1,7 +1,7 @@
 """FileDevice: the shared part of all engines over numbered files: growing, queue, counters, forks, end.
 
 The engines (threads.py, uring.py) move the bytes. files.py has the files of a directory, external_files.py files that
-are only read, and direct.py finds out whether they take direct I/O.
+are only read, and direct_io.py finds out whether they take direct I/O.
 
 CPython lets a busy thread keep the interpreter's lock for 5 ms. A drive moves 16 MiB in that time and would then idle.
 Beside a busy thread, 8 blocks of 4 MiB in flight move at 0.75 of the idle rate with an interval of 5 ms, and at 0.95
