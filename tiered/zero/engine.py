@@ -127,14 +127,6 @@ class Engine:
         room = [unit.gradients.key] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)
 
-    def give_up(self, reason: str) -> str:
-        """Mark the step as left half done, and return the caller's next move in words."""
-        return self.phase.give_up(reason)
-
-    def check_unused(self, what: str) -> None:
-        """Raise UsageError where the optimizer uses gradients as they come, before ``what`` could see them."""
-        self.phase.check_unused(what)
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin_forward(self, is_first: bool) -> None:

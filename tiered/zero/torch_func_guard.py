@@ -9,7 +9,6 @@ before the first ``construct`` or ``shard``.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,18 +25,13 @@ _DOORS: tuple[tuple[Any, str], ...] = (
     (torch._functorch.eager_transforms, "_wrap_for_grad"),  # grad, vjp, jvp, and the transforms built on them
     (torch._functorch.eager_transforms, "_wrap_functional_tensor"),  # functionalize
 )
-_lock = threading.Lock()
-_is_guarded = False
 
 
+@functools.cache
 def guard_functorch() -> None:
     """Have torch.func refuse tiered parameters from now on, by UsageError. Idempotent, thread-safe."""
-    global _is_guarded
-    with _lock:
-        if not _is_guarded:
-            _is_guarded = True
-            for module, name in _DOORS:
-                setattr(module, name, _guarded(getattr(module, name)))
+    for module, name in _DOORS:
+        setattr(module, name, _guarded(getattr(module, name)))
 
 
 def _guarded(wrap: Callable[..., Any]) -> Callable[..., Any]:

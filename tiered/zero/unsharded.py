@@ -53,7 +53,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             for unit in added:
                 unit.park()
         except BaseException:
-            engine.give_up("a copy of values written inside tiered.unsharded failed")
+            engine.phase.give_up("a copy of values written inside tiered.unsharded failed")
             raise
         for segment in changed:
             engine.masters.set_master(segment, None)

@@ -42,7 +42,7 @@ def clip_grad_norm_(
     tensors = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
     with torch.no_grad(), without_dispatch():
         for unit in {tensor.segment.unit: None for tensor in tensors if isinstance(tensor, TieredParameter)}:
-            unit.engine.check_unused("tiered.clip_grad_norm_")
+            unit.engine.phase.check_unused("tiered.clip_grad_norm_")
             unit.gradients.reconcile()
         clipped = [tensor for tensor in tensors if tensor.grad is not None]
         norms = list(_norms(clipped, float(norm_type), foreach is not False))
@@ -151,7 +151,7 @@ class GradScaler(TorchGradScaler):
 
 
 def _check(unit: Unit) -> None:
-    unit.engine.check_unused("tiered.GradScaler")
+    unit.engine.phase.check_unused("tiered.GradScaler")
     if unit.gradients.factors:
         raise UsageError(
             f"unit {unit.name!r}: scaler.unscale_ or scaler.step after tiered.clip_grad_norm_, which clipped scaled"

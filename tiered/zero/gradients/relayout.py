@@ -207,7 +207,7 @@ class UnitLayouts:
                     working_set.swap_out([span.key])
                 unit.place(layout)
             except BaseException as error:
-                unit.engine.give_up(f"unit {unit.name!r} could not be laid out anew: {error}")
+                unit.engine.phase.give_up(f"unit {unit.name!r} could not be laid out anew: {error}")
                 raise
         finally:
             for lease in leases.values():

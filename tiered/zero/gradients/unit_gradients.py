@@ -408,7 +408,7 @@ class UnitGradients:
             buffer.store()
         except BaseException as error:
             if buffer.lease is None:  # DRAM does not have them
-                self.unit.engine.give_up(f"the gradients of unit {self.unit.name!r} could not be stored: {error}")
+                self.unit.engine.phase.give_up(f"the gradients of unit {self.unit.name!r} could not be stored: {error}")
             buffer.release()
             raise
         return True
