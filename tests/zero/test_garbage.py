@@ -1,8 +1,9 @@
-"""A run that ended badly is garbage with all its memory, whatever its errors refer to."""
+"""Nothing of a training outlives it, nor of a run that ended badly, whatever its errors refer to."""
 
 import gc
 import logging
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,3 +46,18 @@ def test_a_run_whose_commit_failed_gives_its_memory_back(caplog: pytest.LogCaptu
     gc.collect()
     assert life() is None
     assert mapped() is None
+
+
+def test_model_optimizer_and_store_go_when_nobody_has_them(tmp_path: Path) -> None:
+    def train() -> list[weakref.ref[object]]:
+        with tiered.Store(tmp_path / "run", dram="16MiB") as store:
+            model = tiered.shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), store)
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-3)
+            model(torch.ones(2, 16)).sum().backward()
+            optimizer.step()
+            store.commit()
+            return [weakref.ref(one) for one in (model, optimizer, store)]
+
+    gone = train()
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None, None]
