@@ -133,7 +133,7 @@ class Transfer:
                 self._find_pages()
             operations = self._operations()
         except Exception as error:  # nothing was submitted
-            self.error = _without_frames(error)
+            self.error = without_frames(error)
         if not operations:  # a failure, or a row of no bytes
             if self._on_moved is not None:
                 self._on_moved(self)
