@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sized
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -97,15 +97,6 @@ def is_autograds_own() -> bool:
     return not mine or isinstance(mine[0], threading._DummyThread)  # one that Python did not start
 
 
-class Failing(Protocol):
-    """Updates on another thread that may have failed."""
-
-    failure: BaseException | None  # not raised yet
-
-    def raise_failure(self) -> None:
-        """Raise ``failure``, wrapped; the step is abandoned."""
-
-
 class Phase:
     """The facts about the step of one model; one thread changes them.
 
@@ -118,7 +109,7 @@ class Phase:
     def __init__(
         self,
         store: Store,
-        updates: Failing,
+        updates: Any,  # Updates, of a room that stands above this one
         *,
         calls_under_way: Sized,
         has_gradients: Callable[[], bool],
