@@ -38,7 +38,7 @@ from tiered.bytes.device.engines import open_device
 from tiered.bytes.pinned_arena import add_registrar
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.opening import Parts, empty_root
-from tiered.store.transfers import transfer
+from tiered.store.transfers import checked_transfer
 from tiered.store.waiting.recorder import CALLER
 from tiered.tools.train.summary import Bound, profiled_bandwidth
 from tiered.tools.train.task import GPT, Shape
@@ -346,7 +346,7 @@ def io_bytes() -> tuple[int, int]:
 def through_tiers(settings: Settings, folder: Path) -> dict[str, Any]:
     """Train through a store in ``folder``."""
     if not settings.digests:
-        transfer.digest = lambda memory, seed: 0
+        checked_transfer.digest = lambda memory, seed: 0
     torch.manual_seed(0)
     hold = settings.hold if settings.hold == "auto" else parse_bytes(settings.hold)
     with open_store(settings, folder) as store:

@@ -23,7 +23,7 @@ from tiered.bytes.device.base import Operation
 from tiered.bytes.device.file_device import FileDevice
 from tiered.store.residency.entry import Alias
 from tiered.store.residency.residency import Residency
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.checked_transfer import Transfer
 from tiered.tiers.copies import Copies
 from tiered.zero.optimizer import background_updates
 

@@ -32,7 +32,7 @@ from tiered.store.residency.entry import Entry
 from tiered.store.residency.key_table import Extents, KeyTable, Sealed
 from tiered.store.space.space import Space
 from tiered.store.store import Store
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.checked_transfer import Transfer
 from tiered.store.waiting import deadline
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.refusals import Refusals

@@ -19,7 +19,7 @@ from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime import external
 from tiered.store.store import Store
-from tiered.store.transfers.transfer import SLAB_NBYTES
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES
 from tiered.store.values.values import adopt
 from tiered.tools.cli import main
 from tiered.units import KiB, MiB

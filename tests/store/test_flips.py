@@ -10,7 +10,7 @@ import pytest
 
 from tests.store.flips import CLASSES, Killed, Subject, draw, try_flip
 from tests.store.places import quick_directory
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.checked_transfer import Transfer
 
 NUM_FLIPS = 250  # the campaign has thousands
 

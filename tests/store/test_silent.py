@@ -8,7 +8,7 @@ import pytest
 
 from tests.store.places import quick_directory
 from tests.store.silent import KINDS, try_cases, try_short
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.checked_transfer import Transfer
 
 NUM_JOBS, NUM_CASES = 10, 24
 

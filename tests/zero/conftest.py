@@ -13,7 +13,7 @@ from tests.zero.pending import Contents, contents, new_disk, pending
 from tests.zero.training import Session, debug_store, start
 from tiered.zero import layout as unit_layout
 from tiered.zero.activations import swapped_activations
-from tiered.zero.formats import layout
+from tiered.zero.formats import state_layout
 from tiered.zero.formats.compact_codes import tried_compact_kernels
 
 
@@ -89,5 +89,5 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Have compact state work by its kernels, which must be there, or by torch operations."""
     assert tried_compact_kernels() is not None
     if request.param == "torch":
-        monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)
+        monkeypatch.setattr(state_layout, "tried_compact_kernels", lambda: None)
     return str(request.param)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tiered
 from tests.store.places import quick_directory
 from tests.zero.training import debug_store
-from tiered.zero.formats import layout
+from tiered.zero.formats import state_layout
 from tiered.zero.formats.compact_codes import tried_compact_kernels
 
 WIDTH = 16
@@ -42,7 +42,7 @@ def kernels_of_word(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have compact state work by its kernels, which must be there, or by torch operations where ``word`` says so."""
     assert tried_compact_kernels() is not None
     if word.endswith("by torch"):
-        monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)
+        monkeypatch.setattr(state_layout, "tried_compact_kernels", lambda: None)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from tests.reference import Lion, Recipe, Trained
 from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import UsageError
 from tiered.zero.formats.codec import Bucket, Source, divide, update_pieces
-from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import AdamWRule, Hyperparameters, LionRule, Rule, SGDRule
+from tiered.zero.formats.state_layout import FORMATS, Layouts
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.parameters.unit import Segment
 

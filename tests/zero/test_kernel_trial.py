@@ -14,7 +14,7 @@ import torch
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
 from tests.zero.digests import digests_of_training
-from tiered.zero.formats import compact_codes, layout
+from tiered.zero.formats import compact_codes, state_layout
 from tiered.zero.formats.compact_codes import (
     COMPACT_BITS,
     COMPACT_COST,
@@ -22,8 +22,8 @@ from tiered.zero.formats.compact_codes import (
     agree,
     tried_compact_kernels,
 )
-from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
+from tiered.zero.formats.state_layout import Layouts
 
 ROOT = Path(__file__).parents[2]
 
@@ -85,7 +85,7 @@ def test_kernels_that_give_other_bits_are_not_used(
 
 def test_what_has_no_use_for_kernels_asks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exact state, and fp64 parameters in any format."""
-    monkeypatch.setattr(layout, "tried_compact_kernels", lambda: pytest.fail("compiled for nothing"))
+    monkeypatch.setattr(state_layout, "tried_compact_kernels", lambda: pytest.fail("compiled for nothing"))
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         Layouts("exact", AdamWRule()).of(dtype)
     Layouts("compact", AdamWRule()).of(torch.float64)

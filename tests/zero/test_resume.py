@@ -18,7 +18,7 @@ from tests.zero.test_invisible import by_decay, cosine
 from tests.zero.training import Session, assert_same, debug_store, reference, smallest_budget, start
 from tiered.errors import CorruptionError, LeaseError, StepAbandonedError, StoreLostError, UsageError
 from tiered.tools.cli import main
-from tiered.zero.formats import layout
+from tiered.zero.formats import state_layout
 
 NUM_STEPS = 6
 
@@ -533,7 +533,7 @@ def test_another_optimizer_begins_elsewhere(
     run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of another kind with the weights alone, one of another state= with the moments, too."""
-    monkeypatch.setattr(layout, "tried_compact_kernels", lambda: None)  # nothing is compiled for three steps
+    monkeypatch.setattr(state_layout, "tried_compact_kernels", lambda: None)  # nothing is compiled for three steps
     with pytest.raises(UsageError, match=r"another begins in another directory.*tiered export RUN FOLDER"):
         with debug_store(run_directory) as store:
             tiered.Lion(tiered.shard(GPT(), store).parameters())

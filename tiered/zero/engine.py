@@ -25,9 +25,9 @@ from tiered.zero.gradients.model_gradients import ModelGradients, Reclaimer, Upd
 from tiered.zero.gradients.relayout import UnitLayouts
 from tiered.zero.gradients.unit_gradients import UnitGradients
 from tiered.zero.layout import Shares
-from tiered.zero.parameters.fault_in import Access, end_interrupted
-from tiered.zero.parameters.leased_units import OpenUnits, ahead_on
 from tiered.zero.parameters.module_calls import ModuleCalls
+from tiered.zero.parameters.open_units import OpenUnits, ahead_on
+from tiered.zero.parameters.parameter_access import Access, end_interrupted
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event, Phase, graph_task
 from tiered.zero.torch_func_guard import guard_functorch

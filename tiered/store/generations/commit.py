@@ -29,7 +29,7 @@ from tiered.store.residency.key_table import Sealed
 from tiered.store.residency.paged_rows import hand_out_pages, look_up_pages
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
-from tiered.store.transfers.transfer import Transfer, start_all
+from tiered.store.transfers.checked_transfer import Transfer, start_all
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.window import OnDone, Window
 from tiered.store.waiting.calling_thread import this_thread

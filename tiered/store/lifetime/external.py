@@ -23,9 +23,9 @@ from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.root import ExternalFile, Root
 from tiered.store.format.row import Row
 from tiered.store.format.safetensors_header import HeaderEntry, SafetensorsHeader, read_header
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Progress, Transfer
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.external_read import ExternalRead
-from tiered.store.transfers.transfer import SLAB_NBYTES, Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import format_bytes
 

@@ -18,7 +18,7 @@ from tiered.errors import CapacityError, DeadlineError
 from tiered.store.residency.entry import Entry, EntryState, Residence
 from tiered.store.residency.eviction import EvictionPolicy
 from tiered.store.residency.swap_in_out import Shortage, SwapInOut
-from tiered.store.transfers.transfer import SLAB_NBYTES, start_all
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, start_all
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait

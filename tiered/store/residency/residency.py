@@ -24,7 +24,7 @@ from tiered.store.residency.entry import Alias, Entry, EntryState, Granted, Leas
 from tiered.store.residency.memory_wait import Callbacks, MemoryWait
 from tiered.store.residency.paged_rows import ReadPage
 from tiered.store.space.space import Space
-from tiered.store.transfers.transfer import Transfer
+from tiered.store.transfers.checked_transfer import Transfer
 from tiered.store.waiting.calling_thread import refuse_modes, this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.refusals import Refusals

@@ -18,7 +18,7 @@ from tiered.stats import SwapStatistics
 from tiered.store.residency.entry import Entry, EntryState, Residence
 from tiered.store.residency.eviction import Eviction
 from tiered.store.residency.key_table import Extents
-from tiered.store.transfers.transfer import Transfer, start_all
+from tiered.store.transfers.checked_transfer import Transfer, start_all
 from tiered.store.waiting.recorder import Recorder
 from tiered.units import MiB
 

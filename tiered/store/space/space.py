@@ -17,9 +17,9 @@ from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, Page, Row, join
 from tiered.store.space.extents import ExtentAllocator, ExtentError
+from tiered.store.transfers.checked_transfer import Progress, Transfer
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.external_read import ExternalRead
-from tiered.store.transfers.transfer import Progress, Transfer
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import format_bytes, round_up
 

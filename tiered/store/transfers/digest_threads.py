@@ -1,6 +1,6 @@
 """Digest threads: where digests are computed, so that neither a device's thread nor the caller's waits for them.
 
-The submitter (transfer.py) defines the jobs and their completion.
+The submitter (checked_transfer.py) defines the jobs and their completion.
 """
 
 from __future__ import annotations

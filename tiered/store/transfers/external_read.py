@@ -18,7 +18,7 @@ from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import block_digests
 from tiered.store.format.row import Extent, ExternalRange, Row
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
 from tiered.units import round_up
 
 __all__ = ["ExternalRead"]

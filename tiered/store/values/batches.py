@@ -28,7 +28,7 @@ from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
 from tiered.store.residency.entry import EntryState
 from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
-from tiered.store.transfers.transfer import submit_all
+from tiered.store.transfers.checked_transfer import submit_all
 from tiered.store.values.streaming import give_back, install, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import Values

@@ -26,7 +26,7 @@ from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import PageChange
 from tiered.store.residency.residency import ReadPastError, Residency
 from tiered.store.residency.swap_in_out import Shortage
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.streaming import slab_jobs, slab_transfer
 from tiered.store.values.tensors import flat_of, new_tensor, plain_value, read_resident
 from tiered.store.values.window import OnDone, Window

@@ -24,7 +24,7 @@ from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.space.space import Space
 from tiered.store.space.stripes import block_order
-from tiered.store.transfers.transfer import SLAB_NBYTES, Transfer
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.window import OnDone, Window, WindowJob
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import divide_up

@@ -15,7 +15,7 @@ import torch
 from tiered.errors import UsageError
 from tiered.tools.train.task import Shape
 from tiered.units import MiB, format_bytes
-from tiered.zero.formats.layout import FORMATS
+from tiered.zero.formats.state_layout import FORMATS
 
 __all__ = ["DTYPES", "RunConfig", "RunDials", "committed_step"]
 

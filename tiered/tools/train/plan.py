@@ -20,8 +20,8 @@ from tiered.tools.train.task import GPT, Corpus
 from tiered.units import KiB, divide_up, format_bytes, format_count
 from tiered.zero.compute_device import describe_device
 from tiered.zero.formats.budget import share_out_as_asked
-from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
+from tiered.zero.formats.state_layout import Layouts
 from tiered.zero.layout import SegmentSpec, divide_into_units, lay_out
 from tiered.zero.parameters.unit import dense_strides
 

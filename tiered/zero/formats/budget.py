@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tiered.errors import CapacityError
 from tiered.units import format_bytes, parse_bytes
-from tiered.zero.formats.layout import Layouts
 from tiered.zero.formats.rules import AdamWRule
+from tiered.zero.formats.state_layout import Layouts
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.layout import (
     Shares,

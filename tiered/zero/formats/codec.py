@@ -1,7 +1,7 @@
 """Buckets and pieces: the stretches of parameters that move together as one key, and the update of pieces.
 
-A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. layout.py lays the bytes
-of a piece out.
+A bucket is a slice of a unit's state; it consists of pieces, each a stretch of one parameter. state_layout.py lays
+the bytes of a piece out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tiered.zero.formats.layout import Layout, Layouts
 from tiered.zero.formats.rules import Hyperparameters, Rule
+from tiered.zero.formats.state_layout import Layout, Layouts
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.layout import cut
 

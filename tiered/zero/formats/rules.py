@@ -1,7 +1,7 @@
 """Update rules: the moments that an optimizer remembers of each parameter, and its arithmetic.
 
-A rule works on plain fp32 (or fp64) tensors, a tile at a time. layout.py keeps parameters and moments between steps,
-bucket_update.py moves them.
+A rule works on plain fp32 (or fp64) tensors, a tile at a time. state_layout.py keeps parameters and moments between
+steps, bucket_update.py moves them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.compute_tier import GradientBuffer, UpdatePlace
 from tiered.tiers.schedule import Rooms, SharedSchedule
 from tiered.zero.gradients.stand_in import Change, Compute
-from tiered.zero.parameters.leased_units import OpenUnits
+from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import graph_task
 

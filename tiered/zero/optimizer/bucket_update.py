@@ -17,7 +17,7 @@ import torch
 
 from tiered.errors import UsageError
 from tiered.store.residency.residency import Lease, Residency
-from tiered.store.transfers.transfer import without_frames
+from tiered.store.transfers.checked_transfer import without_frames
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.zero.engine import Engine

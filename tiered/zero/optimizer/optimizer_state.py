@@ -1,6 +1,7 @@
 """The optimizer's state as it lies in the store: buckets per unit, created, read out and replaced.
 
-This file knows the place of each element. The optimizer knows when to update it, layout.py how its bytes are made.
+This file knows the place of each element. The optimizer knows when to update it, state_layout.py how its bytes
+are made.
 Plain parameters, never sharded, look like units here: their state lies in a store, too.
 """
 
@@ -18,8 +19,8 @@ from tiered.errors import UsageError
 from tiered.store.residency.lease_view import Mode
 from tiered.store.store import Store
 from tiered.zero.formats.codec import Bucket, Piece, divide
-from tiered.zero.formats.layout import Layouts, Tile
 from tiered.zero.formats.rules import Hyperparameters
+from tiered.zero.formats.state_layout import Layouts, Tile
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.fp32_masters import Masters, leased, master_key, masters_nbytes, offsets_of

@@ -23,8 +23,8 @@ from tiered.store.store import Store
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Source
-from tiered.zero.formats.layout import FORMATS, Layouts
 from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
+from tiered.zero.formats.state_layout import FORMATS, Layouts
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.one_rank import refuse_distributed

@@ -27,7 +27,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.one_rank import refuse_distributed
-from tiered.zero.parameters.leased_units import Ahead, OpenUnits
+from tiered.zero.parameters.open_units import Ahead, OpenUnits
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.saved_references import Packed, SavedPair, is_recomputing, with_repeated_arguments
 from tiered.zero.parameters.unit import Segment, Unit

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import UsageError
-from tiered.zero.parameters.leased_units import OpenUnits
+from tiered.zero.parameters.open_units import OpenUnits
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import ReferenceToken, Unit
 from tiered.zero.step import Event, in_graph_task

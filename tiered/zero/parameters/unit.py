@@ -144,7 +144,8 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 # A unit is faulted in where its parameters are wanted, and goes where nothing needs them:
 #
 # 1. The hook before a module's forward (``ModuleCalls.begin_call``) or the first operation on a parameter
-#    (fault_in.py) calls ``Unit.show``; a reference that autograd has saved calls ``Unit.open`` (saved_references.py).
+#    (parameter_access.py) calls ``Unit.show``; a reference that autograd has saved calls ``Unit.open``
+#    (saved_references.py).
 # 2. ``Engine.before_open`` waits for the unit's update, if one is pending. ``UnitBuffer.gather`` leases the unit's
 #    keys: bytes that are only on NVMe are read into DRAM, and from there copied to a compute device, if there is one.
 # 3. ``Engine.opened`` parks the units that no call uses any more, and tells the schedule, which reads the keys ahead
