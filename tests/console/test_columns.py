@@ -110,7 +110,7 @@ def test_damage_and_keys_of_other_jobs_fit(page: Page, tmp_path: Path) -> None:
     assert main(["inspect", "run"]) == 0
     assert "  quite/a/long/key" in page.check("float32  1024x1024")
     assert main(["verify", "run", "--drop", "a"]) == 0
-    page.check("damaged: ", "read ", "generation 2 is without them")
+    page.check("damaged: ", "read ", "dropped 'a': generation 2 is without them")
 
 
 def test_a_bench_fits(page: Page, tmp_path: Path) -> None:
