@@ -37,7 +37,7 @@ every_update = pytest.mark.parametrize("update", UPDATES)
 class Rig:
     """A session over a device that a test can hold up and fail, and the worker of its engine."""
 
-    def __init__(self, disk: SimulatedDisk, update: str, *, seed: int = 7) -> None:
+    def __init__(self, disk: SimulatedDisk, update: str, *, seed: int = 7, recipe: Recipe | None = None) -> None:
         self.device: GatedDevice
 
         def wrap(device: Device) -> Device:
@@ -45,7 +45,7 @@ class Rig:
             return self.device
 
         self.store = simulated_store(disk, budget_nbytes=ROOMY_NBYTES, wrap=wrap)
-        self.session = start(CASE, Recipe(), self.store, update, hold=0, seed=seed)
+        self.session = start(CASE, recipe or Recipe(), self.store, update, hold=0, seed=seed)
         parameter = next(self.session.model.parameters())
         self.worker: UpdateThread = parameter.segment.unit.engine.updates  # type: ignore[attr-defined]
 
