@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.bytes.moving import exit_code_of_child
 from tests.rigs.warm_python import WarmPython
@@ -159,6 +160,7 @@ def test_the_end_of_the_process_lets_a_sealed_generation_become_durable(
 ) -> None:
     script = f"""
 import torch
+from safetensors.torch import save_file
 from tiered.store.store import Store
 store = Store({str(tmp_path / "run")!r}, dram="64MiB")
 for i in range(20):
@@ -320,3 +322,18 @@ def test_a_catalog_that_hangs_in_a_commit_keeps_close_no_longer_than_the_deadlin
     store.close()
     with Store(tmp_path, dram="8MiB") as store:
         assert store.generation == 1 and torch.equal(store["a"], numbers(5000))
+
+
+def test_each_part_of_an_open_store_says_its_state(quick_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, quick_path / "a.safetensors")
+    with Store(quick_path / "run", dram="8MiB", external=[quick_path / "a.safetensors"]) as store:
+        store["b"] = torch.zeros(2)
+        found, seen = [store], {id(store)}
+        for part in found:  # which grows
+            for other in gc.get_referents(part, getattr(part, "__dict__", {})):
+                is_ours = isinstance(other, tuple | list | dict) or type(other).__module__.startswith("tiered.store")
+                if is_ours and id(other) not in seen:
+                    seen.add(id(other))
+                    found.append(other)
+        told = {type(part).__name__: repr(part) for part in found if not isinstance(part, tuple | list | dict)}
+    assert {"SqliteCatalog", "Directories", "ExternalSources", "ExtentAllocator", "Ledgers"} <= told.keys()
