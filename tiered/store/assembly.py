@@ -43,19 +43,17 @@ class Resources:
         self._parts = parts
         self._space = working_set.space
         self._working_set = working_set
-        self._end: weakref.finalize[..., object] | None = None
 
     def watch(self, store: object) -> None:
         """Warn, and give everything back without a commit, should ``store`` be garbage before ``give_back``."""
-        self._end = weakref.finalize(store, self._give_back_unclosed)
+        self._end: weakref.finalize[..., object] = weakref.finalize(store, self._give_back_unclosed)
         self._end.atexit = False  # at the end of the process each part has its own end
 
     def give_back(self) -> None:
         """Close everything; blocks. Raises DeadlineError while something in flight does not complete: call it again."""
         self._space.close()
         self._parts.close(self._close_arena)
-        if self._end is not None:
-            self._end.detach()
+        self._end.detach()
 
     def _close_arena(self) -> None:
         # Order: under the lock, which keeps finalizers, that a collection may run here, from the arena's own lock.

@@ -60,12 +60,8 @@ def connect(path: Path | None, mode: str, deadline_s: float) -> sqlite3.Connecti
         check_same_thread=False,  # the lock of SqliteCatalog orders the threads
     )
     connection.text_factory = bytes  # damaged text is data, not an error of decoding
-    try:
-        for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "temp_store=MEMORY", "mmap_size=0"):
-            connection.execute(f"PRAGMA {pragma}")
-    except BaseException:
-        connection.close()
-        raise
+    for pragma in ("trusted_schema=OFF", "cell_size_check=ON", "temp_store=MEMORY", "mmap_size=0"):
+        connection.execute(f"PRAGMA {pragma}")
     return connection
 
 

@@ -77,8 +77,6 @@ class RootHeader:
 
 def encode_root(root: Root, num_rows: int, digest_sum: int) -> tuple[bytes, bytes]:
     """Return the body and the digest of the root row."""
-    if len(root.store_uuid) != 16 or not 0 <= root.generation < LIMIT or not 0 < root.next_key_id < LIMIT:
-        raise ValueError(f"root row out of range: {root.store_uuid!r}, {root.generation}, {root.next_key_id}")
     external = b"".join(map(_encode_file, root.external))
     header = _ROOT.pack(
         root.store_uuid, root.generation, root.nonce, root.next_key_id, root.num_directories, len(external),

@@ -128,8 +128,6 @@ class Directories:
         links inside, a second opener: the message names its pid), DeviceError for one that cannot be written to, and
         CorruptionError for a damaged identity; nothing in the directories has then been changed.
         """
-        if mode not in ("a", "x", "r", "w"):
-            raise ValueError(f'mode must be "a", "x", "r" or "w", got {mode!r}')
         with _as_device_error():
             found = _distinct(paths)
             for path in found if mode in ("r", "w") else ():
@@ -196,8 +194,6 @@ def scratch_directories(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, 
 
 def _distinct(paths: Sequence[str | os.PathLike[str]]) -> tuple[Path, ...]:
     """Return the real paths; a link to a directory is followed, a dangling one is refused."""
-    if not paths:
-        raise ValueError("a store needs at least one directory")
     found = []
     for given in paths:
         path = Path(os.path.realpath(os.path.expanduser(given)))

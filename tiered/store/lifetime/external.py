@@ -234,13 +234,11 @@ class ExternalSources:
         A file that no name leads to is gone when the store closes; then no store opens the records that lie there.
         """
         found: dict[int, str] = {}
-        device = self._device
-        if device is None:
-            return found
         for number, index in self.indices.items():
-            what = device.external.lost(index)
+            assert self._device is not None
+            what = self._device.external.lost(index)
             if what is not None:
-                still = f"/proc/{os.getpid()}/fd/{device.descriptor(index)}"
+                still = f"/proc/{os.getpid()}/fd/{self._device.descriptor(index)}"
                 found[number] = f"{self._paths[index]}: {what}; its bytes are still in {still}"
         return found
 

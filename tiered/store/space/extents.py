@@ -43,8 +43,6 @@ class FreeRanges:
     def add(self, start: int, end: int) -> None:
         before = self._last_before(end)
         assert before is None or self._ends[before] <= start, f"double free of [{start}, {end})"
-        if start == end:
-            return
         self.nbytes += end - start
         if before is not None and self._ends[before] == start:
             self._remove(before)
@@ -54,12 +52,9 @@ class FreeRanges:
         self._insert(start, end)
 
     def take(self, start: int, end: int) -> None:
-        """Cut [start, end) out of the range that holds all of it."""
-        first = self._last_before(start + 1)
-        assert first is not None and self._ends[first] >= end, f"[{start}, {end}) is not free"
-        rest = self._remove(first)
-        if first < start:
-            self._insert(first, start)
+        """Cut [start, end) off the range that begins at ``start``."""
+        rest = self._remove(start)
+        assert rest >= end, f"[{start}, {end}) is not free"
         if end < rest:
             self._insert(end, rest)
         self.nbytes -= end - start

@@ -104,8 +104,7 @@ def in_parallel(calls: Sequence[Callable[[], None]]) -> list[Exception]:
                 make(index)
             else:
                 started.append(thread)
-        if calls:
-            make(len(calls) - 1)
+        make(len(calls) - 1)
     finally:
         for thread in started:
             thread.join()
