@@ -21,7 +21,6 @@ from bench.gpu_sizes import Sizes
 from tests.accelerator import simulated
 from tiered.tools.cli import main as tiered_command
 from tiered.tools.train.task import GPT
-from tiered.units import spell_bytes
 
 __all__ = [
     "busy_by_stream", "in_device_memory", "settled_step", "train", "waits_by_profiler", "waits_by_warning",
@@ -38,7 +37,7 @@ def train(sizes: Sizes, device: torch.device, folder: Path) -> dict[str, Any]:
     options = {
         "layers": sizes.layers, "width": sizes.width, "heads": sizes.shape.heads, "context": sizes.context,
         "batch": sizes.batch, "accumulate": sizes.micro_steps, "update": "backward", "steps": sizes.steps,
-        "dram": spell_bytes(sizes.dram), "device-memory": spell_bytes(sizes.device_memory), "hold": 0,
+        "dram": str(sizes.dram), "device-memory": str(sizes.device_memory), "hold": 0,
         "activations": "recompute", "device": device, "store": folder / "run", "json": figures,
     }  # fmt: skip
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

@@ -5,7 +5,6 @@ Nothing here knows about tensors, files or budgets.
 
 import math
 import re
-from collections.abc import Sequence
 
 __all__ = [
     "GiB",
@@ -19,8 +18,6 @@ __all__ = [
     "parse_bytes",
     "parse_count",
     "round_up",
-    "spell_bytes",
-    "spell_count",
 ]
 
 KiB = 1 << 10
@@ -88,20 +85,6 @@ def format_count(count: float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.2f} {unit}" if unit in "TB" else f"{count / limit:.1f} {unit}"
     return f"{count:.0f}"
-
-
-def spell_bytes(nbytes: int) -> str:
-    """Return text that ``parse_bytes`` reads as exactly ``nbytes``, as short as people write it: ``"32MiB"``."""
-    return _spell(nbytes, (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)))
-
-
-def spell_count(count: int) -> str:
-    """Return text that ``parse_count`` reads as exactly ``count``, as short as people write it: ``"400M"``."""
-    return _spell(count, (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)))
-
-
-def _spell(number: int, units: Sequence[tuple[str, int]]) -> str:
-    return next((f"{number // size}{unit}" for unit, size in units if number and not number % size), str(number))
 
 
 def round_up(value: int, multiple: int) -> int:

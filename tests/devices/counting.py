@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from tests.devices.adaptor import Adaptor, relay
 from tests.devices.latency import Latencies, LatencyHistogram
-from tiered.bytes.device.base import Adaptor, Device, DeviceStatistics, IOClass, Operation, relay
+from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
 
 __all__ = ["ClassStatistics", "CountingDevice", "CountingStatistics"]
 

@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tests.devices.adaptor import Adaptor, relay
 from tiered.bytes.condition import Condition
-from tiered.bytes.device.base import Adaptor, Device, DeviceStatistics, Operation, relay
+from tiered.bytes.device.base import Device, DeviceStatistics, Operation
 from tiered.bytes.device.files import translate
 from tiered.errors import DeviceError
 from tiered.units import round_up

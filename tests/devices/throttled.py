@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from tests.devices.adaptor import Adaptor
 from tiered.bytes.condition import Condition
 from tiered.bytes.critical_section import ServiceThread
-from tiered.bytes.device.base import Adaptor, Device, DeviceStatistics, IOClass, Operation
+from tiered.bytes.device.base import Device, DeviceStatistics, IOClass, Operation
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.errors import ClosedError, DeviceError, TieredError
 

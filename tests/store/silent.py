@@ -18,11 +18,12 @@ from typing import Literal
 import torch
 
 from tests.bytes.faulty import ENGINES, Call, Faulty
+from tests.devices.adaptor import Adaptor, relay
 from tests.devices.faults import Fault, FaultKind, FaultsDevice
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import WAIT_S, numbers, simulated_store
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.base import Adaptor, Device, Operation, relay
+from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CorruptionError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories

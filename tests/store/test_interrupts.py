@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.devices.adaptor import Adaptor
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.interrupts import ctrl_c_once_it_waits, interrupt_at
 from tests.store.rig import WAIT_S, GatedStore, numbers, simulated_store
 from tiered.bytes.condition import Condition
-from tiered.bytes.device.base import Adaptor
 from tiered.store.store import Store
 from tiered.units import KiB, MiB
 

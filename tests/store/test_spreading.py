@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices.adaptor import Adaptor
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import numbers, simulated_store
-from tiered.bytes.device.base import Adaptor, Device, Operation
+from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CapacityError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB

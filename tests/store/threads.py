@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 
+from tests.devices.adaptor import Adaptor, relay
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.histories import History, Write, content
 from tests.store.rig import WAIT_S, simulated_store
 from tiered.bytes.arena import Arena
-from tiered.bytes.device.base import Adaptor, Device, Operation, relay
+from tiered.bytes.device.base import Device, Operation
 from tiered.errors import CapacityError, ClosedError, DeviceError, LeaseError, TieredError
 from tiered.store.store import Store
 from tiered.units import KiB, MiB

@@ -1,7 +1,7 @@
-"""The one seam for I/O: Device, the Operation that a device carries out, and Adaptor, a device over another device.
+"""The one seam for I/O: Device, and the Operation that a device carries out.
 
 A device is one directory's worth of numbered files (or a stand-in in RAM). It moves aligned bytes; it knows nothing of
-keys, digests or commits. Throttling, counting and injected faults are adaptors over another device.
+keys, digests or commits. Throttling, counting and injected faults are devices over another device, of tests and benches.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered.bytes.exit_and_fork import this_process
-
-__all__ = ["SCRATCH", "Adaptor", "Device", "DeviceStatistics", "IOClass", "Operation", "relay"]
+__all__ = ["SCRATCH", "Device", "DeviceStatistics", "IOClass", "Operation"]
 
 
 SCRATCH = -1
@@ -128,77 +126,3 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait for operations in flight, then release threads and descriptors. Idempotent."""
-
-
-# -- adaptor -----------------------------------------------------------------------------------------------------------
-
-
-class Adaptor(Device):
-    """Hands everything on to ``upstream``, which it owns: closing the adaptor closes it.
-
-    Subclasses override ``submit`` and other methods that they change. Like every device it is refused in a forked
-    child, before any lock is taken that some thread of the parent may have held.
-    """
-
-    def __init__(self, upstream: Device) -> None:
-        self.upstream = upstream
-        self.name = upstream.name
-        self.alignment = upstream.alignment
-        self._process = this_process()
-
-    def files(self) -> dict[int, int]:
-        """Return the number and size of each file."""
-        return self.upstream.files()
-
-    def grow(self, file: int, nbytes: int) -> None:
-        """Make ``file`` at least ``nbytes`` long; blocks."""
-        self.upstream.grow(file, nbytes)
-
-    def submit(self, operations: Sequence[Operation]) -> None:
-        """Start all ``operations``; does not block on them."""
-        self.upstream.submit(operations)
-
-    def flush(self) -> None:
-        """Make completed writes, growth and new files durable; blocks."""
-        self.upstream.flush()
-
-    def free_bytes(self) -> int:
-        """Return how many more bytes ``grow`` could allocate."""
-        return self.upstream.free_bytes()
-
-    def path(self, file: int) -> str:
-        """Return the name of ``file`` for messages."""
-        return self.upstream.path(file)
-
-    def statistics(self) -> DeviceStatistics:
-        """Return the upstream's counters."""
-        return self.upstream.statistics()
-
-    def close(self) -> None:
-        """Wait for operations in flight, then close the upstream. Idempotent."""
-        self.upstream.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.upstream!r})"
-
-
-def relay(
-    operation: Operation,
-    on_done: Callable[[Operation], None],
-    *,
-    file: int | None = None,
-    offset: int | None = None,
-    memory: memoryview | None = None,
-) -> Operation:
-    """Return an operation for an upstream in the place of ``operation``, equal but for the arguments given.
-
-    The caller completes ``operation`` itself, once, in ``on_done`` or after it.
-    """
-    return Operation(
-        is_write=operation.is_write,
-        file=operation.file if file is None else file,
-        offset=operation.offset if offset is None else offset,
-        memory=operation.memory if memory is None else memory,
-        io_class=operation.io_class,
-        on_done=on_done,
-    )
