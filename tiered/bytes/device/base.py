@@ -1,7 +1,7 @@
 """The one seam for I/O: Device, and the Operation that a device carries out.
 
 A device is one directory's worth of numbered files (or a stand-in in RAM). It moves aligned bytes; it knows nothing of
-keys, digests or commits. Throttling, counting and injected faults are devices over another device, of tests and benches.
+keys, digests or commits. Throttling, counting and injected faults are devices over another device in tests.
 """
 
 from __future__ import annotations
