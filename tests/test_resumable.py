@@ -618,3 +618,23 @@ def test_the_loader_that_is_given_stays_as_it_is() -> None:
     before = dict(vars(plain))
     list(tiered.resumable(plain))
     assert vars(plain) == before
+
+
+@pytest.mark.parametrize("num_before", [2, 3, 4])
+def test_without_a_model_later_epochs_are_those_of_the_undisturbed_run(tmp_path: Path, num_before: int) -> None:
+    def life(name: str, seed: int, most: int) -> list[list[int]]:
+        found: list[list[int]] = []
+        with tiered.Store(tmp_path / name, dram="16MiB") as store:
+            torch.manual_seed(seed)  # another process begins with other random numbers
+            loader = tiered.resumable(DataLoader(range(12), 4, shuffle=True))
+            store.register("loader", loader)
+            store.resume()
+            for _ in range(loader.epoch, 3):
+                for batch in loader:
+                    found.append(batch.tolist())
+                    store.commit()
+                    if len(found) == most:
+                        return found
+        return found
+
+    assert life("cut", 0, num_before) + life("cut", 1, 9) == life("whole", 0, 9)

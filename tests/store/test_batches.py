@@ -251,3 +251,10 @@ def test_damage_in_a_batch_is_named_and_the_rest_unharmed(tmp_path: Path) -> Non
         found = store.get_many(values)
         assert all(torch.equal(found[name], value) for name, value in values.items())
         assert store.statistics().working_set.arena_bytes == 0
+
+
+def test_one_str_is_no_list_of_keys(store: Store) -> None:
+    store["a"] = store["b"] = torch.zeros(3)
+    for call in (store.get_many, store.prefetch):
+        with pytest.raises(TypeError, match=r"expected an iterable of keys, got the one key 'ab': pass \['ab'\]"):
+            call("ab")

@@ -126,8 +126,12 @@ class ResumableLoader(Generic[Batch]):
         self._epoch, self._place = self._epoch + 1, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return epoch, position, random states and the loader's facts, in types that ``Store.register`` takes."""
+        """Return epoch, position, random states and the loader's facts, in types that ``Store.register`` takes.
+
+        The process's generators are among them: a store without a sharded model commits them nowhere else.
+        """
         return {
+            "process": RandomState().state_dict(),
             "epoch": self._epoch,
             "position": self.position,
             "start": None if self._place is None else self._place.start,
@@ -150,6 +154,8 @@ class ResumableLoader(Generic[Batch]):
                 " whose epoch begins anew"
             )
         self._random.restore_parts(state["parts"])
+        if "process" in state:  # not in a commit of 0.2.0
+            RandomState().load_state_dict(state["process"])
         self._epoch = state["epoch"]
         self._is_resumed = state["start"] is not None
         self._place = _Place(state["start"], state["position"]) if self._is_resumed else None

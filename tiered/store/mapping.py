@@ -133,8 +133,11 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
             return iter(self.working_set.names())
 
     def get_many(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read."""
-        return get_many(self._values, [self._producers.settled(key) for key in keys])
+        """Return copies of the tensors of ``keys``, in their order, read ahead. KeyError before anything is read.
+
+        Raises TypeError for one str, whose letters would be keys.
+        """
+        return get_many(self._values, [self._producers.settled(key) for key in _several(keys)])
 
     def put_many(self, values: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]) -> None:
         """Put each of ``values``, a mapping or pairs, in order: where one fails, all before it are put, none after.
@@ -152,7 +155,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         Stops at the first key that does not fit beside the ones used now; keeps nothing for later. So ask for some of
         the budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
         """
-        return self.working_set.prefetch(keys)
+        return self.working_set.prefetch(_several(keys))
 
     def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
         """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.
@@ -178,3 +181,9 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     async def aput(self, key: str, value: torch.Tensor) -> None:
         """``store[key] = value`` without blocking the event loop; ``value`` must not change meanwhile."""
         await asyncio.to_thread(self.__setitem__, key, value)
+
+
+def _several(keys: Iterable[str]) -> Iterable[str]:
+    if isinstance(keys, str):
+        raise TypeError(f"expected an iterable of keys, got the one key {keys!r}: pass [{keys!r}]")
+    return keys
