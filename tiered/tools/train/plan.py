@@ -110,10 +110,12 @@ class Plan:
 
     @property
     def write_nbytes(self) -> int:
-        """Bytes this process writes: its steps, and the model's first state when it starts from nothing."""
-        constructed = (CONSTRUCT_BYTES_PER_PARAM + self.state_bytes_per_param) * self.num_params
-        first = 0 if self.first_step else int(constructed) + 2 * self.padding_nbytes  # scratch has keys of its own
-        return first + self.num_steps * self.step_write_nbytes
+        """Bytes this process writes: the model as it is made, its first state when it starts from nothing, its steps."""
+        made = CONSTRUCT_BYTES_PER_PARAM + (0.0 if self.first_step else self.state_bytes_per_param)
+        if not self.first_step and DTYPES[self.config.dtype] != torch.float32:
+            made += CONSTRUCT_BYTES_PER_PARAM  # the fp32 masters as the constructor made them
+        padding_nbytes = (1 if self.first_step else 2) * self.padding_nbytes  # scratch has keys of its own
+        return int(made * self.num_params) + padding_nbytes + self.num_steps * self.step_write_nbytes
 
     def check_space(self) -> None:
         """Raise CapacityError unless each file system has room for its share, files already there counted in."""
