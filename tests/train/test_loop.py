@@ -17,6 +17,7 @@ from tiered.errors import CapacityError
 from tiered.tools.cli import main
 from tiered.tools.train.run import TrainingLoop
 from tiered.tools.train.task import Loader
+from tiered.units import parse_bytes
 
 TINY = ("--layers", "2", "--width", "64", "--heads", "4", "--context", "32", "--dram", "32MiB")
 JSON_KEYS = {
@@ -379,3 +380,15 @@ def test_a_second_process_on_a_run_is_refused(run: Run, tmp_path: Path, capsys: 
     out = capsys.readouterr().out
     assert "generation 1" in out and '"step": 1' in out
     assert "\nregistered tiered.model, tiered.random, tiered.optimizer, loader\n" in out
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_neither_the_first_life_of_a_run_nor_a_resumed_one_writes_more_than_its_plan_says(
+    dtype: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = ("--params", "4M", "--dtype", dtype, "--dram", "100MiB", "--steps", "1", "--yes")
+    for options in (first, ("--resume", "--steps", "2")):
+        assert run(*options, sizes=()) == 0
+        said = re.search(r"writes +up to ([\d.]+ \w+) in all", capsys.readouterr().out)
+        assert said is not None
+        assert figures(tmp_path)["bytes_written"] <= parse_bytes(said[1])
