@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def write_nbytes(self) -> int:
-        """Bytes this process writes: the model as it is made, its first state when it starts from nothing, its steps."""
+        """Bytes this process writes: the model as it is made, its first state if it starts from nothing, its steps."""
         made = CONSTRUCT_BYTES_PER_PARAM + (0.0 if self.first_step else self.state_bytes_per_param)
         if not self.first_step and DTYPES[self.config.dtype] != torch.float32:
             made += CONSTRUCT_BYTES_PER_PARAM  # the fp32 masters as the constructor made them
