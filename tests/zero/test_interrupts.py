@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,3 +200,32 @@ def test_a_step_left_by_an_interrupt_is_done_or_says_what_to_do() -> None:
                 trained.step(3)
             except TieredError as error:
                 assert "rollback" in str(error)
+
+
+def test_time_limits_by_signals_leave_a_training_that_goes_on(quick_path: Path) -> None:
+    """At any instant, updates that the training thread itself makes among them; here it is the action that raises."""
+
+    class TimeLimit(Exception):
+        pass
+
+    def refuse(*arguments: object) -> None:
+        raise TimeLimit
+
+    draws, num_struck = random.Random(1), 0
+    before = signal.signal(signal.SIGALRM, refuse)
+    try:
+        with tiered.Store(quick_path / "run", dram="8MiB") as store:
+            train = Training(store, "step", "keep", 1)
+            for number in range(200):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draws.random() * 0.03 + 1e-4)
+                    try:
+                        train.step(number)
+                    finally:
+                        signal.setitimer(signal.ITIMER_REAL, 0)
+                except (TimeLimit, TieredError):
+                    num_struck += 1
+                    store.resume()  # raises where a mark stays
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert num_struck

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import opcode
 import sys
+import traceback
 from enum import Enum, auto
 from threading import get_ident
 from types import FrameType, TracebackType
@@ -18,7 +19,7 @@ from tiered.bytes.interrupt import INTERRUPTS, Interrupts
 from tiered.errors import CapacityError, ClosedError, DeviceError, TieredError, UsageError
 from tiered.store.waiting.calling_thread import NestedCalls, this_thread
 
-__all__ = ["CallMark", "Refusals", "Service"]
+__all__ = ["CallMark", "Refusals", "Service", "is_of_an_action"]
 
 _ACTS = (Interrupts._act.__code__, Interrupts._note.__code__)  # which run the actions of signals
 _RAISE = opcode.opmap["RAISE_VARARGS"]
@@ -70,6 +71,11 @@ class CallMark:
             f"a call of the store was cut short by {self.reason}, which came in the middle of its changes. Nothing can "
             "be done with this store but close() it; opened again it holds the last committed generation"
         )
+
+
+def is_of_an_action(error: BaseException) -> bool:
+    """Whether the action of a signal raised ``error``: its frames say so, which an error that is kept may have lost."""
+    return any(frame.f_code in _ACTS for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _stranger(error: BaseException | None) -> BaseException | None:

@@ -18,6 +18,7 @@ import torch
 from tiered.errors import UsageError
 from tiered.store.residency.residency import Lease, Residency
 from tiered.store.transfers.checked_transfer import without_frames
+from tiered.store.waiting.refusals import is_of_an_action
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.zero.engine import Engine
@@ -258,5 +259,8 @@ def outcome_of(action: Callable[[], object]) -> BaseException | None:
         action()
     except BaseException as error:
         _log.debug("%s", traceback.format_exc())
+        if is_of_an_action(error):  # order: the mark of the call that this thread is in must see that as well
+            traceback.clear_frames(error.__traceback__)
+            return error
         return without_frames(error)  # lifetime: their locals may be views of leased bytes
     return None
