@@ -186,7 +186,7 @@ class TestPlan:
         padding = default.padding_nbytes
         assert default.step_write_nbytes == 12 * 404_443_136 + padding and padding < 0.001 * 12 * 404_443_136
         assert default.space_nbytes == 31 * 404_443_136
-        assert default.write_nbytes == (24 * 12 + 16) * 404_443_136 + (24 + 2) * padding
+        assert default.write_nbytes == (24 * 12 + 20) * 404_443_136 + (24 + 2) * padding
         lines = "\n".join(default.lines(Corpus((), name="nothing")))
         assert "404.4 M parameters" in lines
         assert "training in memory would need 6.0 GiB" in lines

@@ -180,7 +180,7 @@ def test_a_failed_read_a_damaged_block_and_an_out_that_does_not_fit_end_the_stre
         with pytest.raises((DeviceError, CorruptionError)):
             store["a"]
         with pytest.raises((DeviceError, CorruptionError)):
-            store.get_many("abc")
+            store.get_many(["a", "b", "c"])
     with pytest.raises(ValueError, match="expected out of"):
         store.get("a", out=torch.empty(1))
     rig.gate.fail = lambda operation: None

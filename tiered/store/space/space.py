@@ -104,7 +104,8 @@ def in_parallel(calls: Sequence[Callable[[], None]]) -> list[Exception]:
                 make(index)
             else:
                 started.append(thread)
-        make(len(calls) - 1)
+        if calls:
+            make(len(calls) - 1)
     finally:
         for thread in started:
             thread.join()
