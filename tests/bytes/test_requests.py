@@ -25,7 +25,7 @@ from tiered.bytes.device.uring import UringDevice
 from tiered.errors import CapacityError, DeviceError
 from tiered.units import KiB, MiB
 
-DEMAND, PREFETCH, WRITE_BACK = IOClass
+DEMAND, UPDATE, PREFETCH, WRITE_BACK = IOClass
 MEMORY = memoryview(bytes(16 * MiB))
 
 
@@ -56,9 +56,9 @@ def add(requests: Requests, io_class: IOClass, nbytes: int, *, most: int = 4096)
     return flight
 
 
-def take_all(requests: Requests, *, is_calm: bool = False) -> list[InFlight]:
+def take_all(requests: Requests, *, most_writes: int = MOST_REQUESTS) -> list[InFlight]:
     taken = []
-    while (part := requests.take(1.0, is_calm=is_calm)) is not None:
+    while (part := requests.take(1.0, most_writes=most_writes)) is not None:
         taken.append(part)
     return taken
 
@@ -143,10 +143,10 @@ def test_reads_that_are_behind_writes_do_not_wait_for_them_while_somebody_waits(
     requests = requests_of(8)
     for _ in range(4):
         add(requests, WRITE_BACK, 2 * MiB, most=MiB)
-    (write,) = take_all(requests, is_calm=True)  # which the drive keeps
+    (write,) = take_all(requests, most_writes=1)  # which the drive keeps
     reads = [add(requests, DEMAND, 2 * 4096) for _ in range(30)]
     order: list[InFlight] = []
-    while found := take_all(requests, is_calm=True):
+    while found := take_all(requests, most_writes=1):
         assert len(found) < 8
         for part in found:
             order.append(whole(part))
@@ -190,8 +190,9 @@ def test_large_and_small_operations_of_all_classes_keep_their_bytes(device: Urin
     parts = [memory[offset : offset + nbytes] for offset, nbytes in zip(offsets, sizes, strict=True)]
     for verb in ("write", "read"):
         batch = Batch(device)
+        classes = [WRITE_BACK] if verb == "write" else [DEMAND, UPDATE, PREFETCH]
         operations = [
-            batch.operation(verb, part, offset, io_class=WRITE_BACK if verb == "write" else numbers.choice([0, 1]))
+            batch.operation(verb, part, offset, io_class=numbers.choice(classes))
             for part, offset in zip(parts, offsets, strict=True)
         ]
         numbers.shuffle(operations)
@@ -446,7 +447,7 @@ def test_while_writes_are_calm_a_mebibyte_goes_at_a_time(tmp_path: Path, monkeyp
         prepare(opcode, file, address, nbytes, offset, tag)
 
     monkeypatch.setattr(device._ring, "prepare", noting)
-    monkeypatch.setattr(device._queue, "is_calm", lambda now: True)
+    monkeypatch.setattr(device._queue, "calm_nbytes", lambda now: MiB)
     assert move_all(device, "write", memory) is None
     assert sizes == [MiB] * 8
     device.close()

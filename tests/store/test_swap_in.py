@@ -41,15 +41,25 @@ def test_no_more_is_read_ahead_at_a_time_than_keeps_the_drive_busy(gated: GatedS
     assert working_set.statistics().swaps.num_prefetches == len(KEYS)
 
 
-def test_who_waits_for_a_read_ahead_makes_it_a_demand_read(gated: GatedStore) -> None:
-    store = gated.store
+@pytest.mark.parametrize("io_class", [IOClass.DEMAND, IOClass.UPDATE])
+def test_who_waits_for_a_read_ahead_makes_it_a_demand_read_or_an_updates(gated: GatedStore, io_class: IOClass) -> None:
+    store, working_set = gated.store, gated.store.working_set
     store.prefetch(KEYS)
     gated.device.has_held.clear()
     found: list[torch.Tensor] = []
-    with beside(lambda: found.append(store["k7"])):
+
+    def wait() -> None:
+        if io_class is IOClass.DEMAND:
+            found.append(store["k7"])
+        else:
+            leases = working_set.lease_for_update(["k7"])
+            found.append(leases[0].tensor.clone())
+            working_set.end_update(leases)
+
+    with beside(wait):
         assert gated.device.has_held.wait(WAIT_S)
         demand = gated.device.held.pop()
-        assert demand.io_class is IOClass.DEMAND
+        assert demand.io_class is io_class
         gated.device.device.submit([demand])
     assert torch.equal(found[0], numbers(NBYTES, 7))
     assert len(gated.device.held) == 2  # the others are where they were

@@ -21,9 +21,10 @@ SCRATCH = -1
 class IOClass(enum.IntEnum):
     """The urgency of an operation: a lower value is served first."""
 
-    DEMAND = 0  # a read that a thread waits for
-    PREFETCH = 1  # a read ahead of need
-    WRITE = 2  # a write-back
+    DEMAND = 0  # a read that a caller waits for
+    UPDATE = 1  # a read that an update of parameters waits for
+    PREFETCH = 2  # a read ahead of need
+    WRITE = 3  # a write-back
 
 
 class Operation:

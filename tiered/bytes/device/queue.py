@@ -143,16 +143,16 @@ class Requests:
             self._waiting[place].num_overtaken += 1
         self._waiting.insert(place, flight)
 
-    def take(self, now: float, *, is_calm: bool) -> InFlight | None:
+    def take(self, now: float, *, most_writes: int) -> InFlight | None:
         """Return the part that the kernel is given next, which is with the kernel then; None: nothing may start.
 
-        While writes are calm (``is_calm``) one part of a write is with the kernel, and reads behind it go on.
+        At most ``most_writes`` parts of writes are with the kernel, and reads behind others go on.
         """
         if self._num_with_kernel >= self.depth:
             return None
         for place, whole in enumerate(self._waiting):
             is_write = whole.operation.is_write
-            if is_calm and is_write and self._num_writing:
+            if is_write and self._num_writing >= most_writes:
                 continue
             part = whole.next_part(now)
             if whole.given == whole.nbytes:
@@ -192,14 +192,15 @@ _LEAST_NBYTES, _MOST_NBYTES = 32 * MiB, 128 * MiB
 _LEAST_READ_NBYTES = 64 * MiB  # a drive may complete half of that at once: then it has the other half
 _SAMPLE_NBYTES = 64 * MiB
 _PAUSE_S = 0.02  # a shorter one is the drive's, or the interpreter's, and counts
-_CALM_S = 0.1
+_CALM_S = 0.02  # a caller that reads one key after the other comes back sooner
+_CALM_SHARE = 4
 _PIECE_NBYTES = 16 * MiB  # that a thread moves in one call
 CALM_NBYTES = 1 * MiB
-"""Bytes of writes in flight while a thread waits for a read."""
+"""Bytes of writes that may be in flight while a caller waits for a read, however short that is."""
 
 
 class IOQueue:
-    """Operations in three classes; the most urgent one that its class's budget admits goes first, then the oldest.
+    """Operations in four classes; the most urgent one that its class's budget admits goes first, then the oldest.
 
     An operation is queued, in flight (between ``take`` and ``done``), or not known here.
 
@@ -208,10 +209,11 @@ class IOQueue:
     ``piece_nbytes`` at most. ``num_slots`` operations may be in flight in all. Prefetch and writes leave the last two
     slots to a class that has fewer than two in flight. Every class leaves a slot to each less urgent class that has
     something queued and nothing in flight, except for its own first operation. So no class waits for ever beside
-    steady demand reads, where there are three slots or more.
+    steady demand reads, where there are four slots or more.
 
-    While a thread waits for a read, and 0.1 s after, writes are calm: one at a time, and ``most_nbytes`` of it at once.
-    A demand read then never queues behind more than 1 MiB of writes.
+    Writes are calm while a caller waits for a read, and 20 ms after: a quarter of the bytes of demand reads in flight,
+    or 1 MiB. So a demand read takes at most a quarter longer than alone, or by one MiB. Updates and reads ahead wait
+    for writes as writes wait for them.
     """
 
     def __init__(self, num_slots: int, *, piece_nbytes: int = sys.maxsize) -> None:
@@ -231,15 +233,14 @@ class IOQueue:
     @property
     def num_queued(self) -> int:
         """Operations that were put and not taken."""
-        demand, prefetch, write = self._queued
-        return len(demand) + len(prefetch) + len(write)
+        return sum(map(len, self._queued))
 
     def put(self, operations: Iterable[Operation]) -> None:
         """Queue ``operations``, each behind those of its class: all of them or, should anything raise, none.
 
         Its length is read from its memory now, and an error of an earlier submission is forgotten.
         """
-        batches: tuple[list[Operation], ...] = ([], [], [])
+        batches: tuple[list[Operation], ...] = ([], [], [], [])
         for operation in operations:
             operation.error = None
             try:
@@ -268,7 +269,7 @@ class IOQueue:
             if not queue.num_taken:
                 num_waiting -= 1
             io_class = queue.io_class
-            left = CALM_NBYTES if queue.is_write and self.is_calm(now) else queue.budget
+            left = min(queue.budget, self.calm_nbytes(now)) if queue.is_write else queue.budget
             left -= queue.taken_nbytes
             num_others, num_taken = self.num_in_flight - queue.num_taken, queue.num_taken
             most_taken = min(most - len(taken) + num_taken, self._num_slots - num_others)
@@ -320,13 +321,15 @@ class IOQueue:
 
     def most_nbytes(self, flight: InFlight, now: float) -> int:
         """Return how much of ``flight`` its engine may move in one go: 16 MiB, or less while writes are calm."""
-        most = CALM_NBYTES if flight.io_class is _WRITE and self.is_calm(now) else _PIECE_NBYTES
+        most = CALM_NBYTES if flight.io_class is _WRITE and self.calm_nbytes(now) < sys.maxsize else _PIECE_NBYTES
         return min(flight.nbytes, most)
 
-    def is_calm(self, now: float) -> bool:
-        """Whether a thread waits for a read, or has waited in the last 0.1 s."""
+    def calm_nbytes(self, now: float) -> int:
+        """Return how many bytes of writes may be in flight ``now`` for the sake of demand reads; sys.maxsize: all."""
         demand = self._demand
-        return bool(demand.num_taken or demand.queued) or now - self._last_demand < _CALM_S
+        if demand.num_taken or demand.queued or now - self._last_demand < _CALM_S:
+            return max(CALM_NBYTES, demand.taken_nbytes // _CALM_SHARE)
+        return sys.maxsize
 
 
 class _ClassQueue:

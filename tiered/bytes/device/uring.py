@@ -339,10 +339,10 @@ class UringDevice(FileDevice):
         if not self._requests.can_start:
             return
         now = time.monotonic()
-        is_calm = self._queue.is_calm(now)
+        most_writes = max(1, self._queue.calm_nbytes(now) // self._request_nbytes)
         are_apart = self.is_direct and self._request_nbytes >= _APART_NBYTES
         number = 0
-        while self._free_slots and (part := self._requests.take(now, is_calm=is_calm)) is not None:
+        while self._free_slots and (part := self._requests.take(now, most_writes=most_writes)) is not None:
             if are_apart and number and number % 2 == 0:
                 ring.enter_briefly()
             self._submit(ring, part)
@@ -358,8 +358,8 @@ class UringDevice(FileDevice):
         """Write the submission of the rest of ``flight``."""
         moved, is_write = flight.moved, flight.operation.is_write
         nbytes = flight.nbytes - moved
-        if is_write and nbytes > CALM_NBYTES and self._queue.is_calm(time.monotonic()):
-            nbytes = CALM_NBYTES
+        if is_write and nbytes > CALM_NBYTES:
+            nbytes = min(nbytes, self._queue.most_nbytes(flight, time.monotonic()))
         opcode = WRITE if is_write else READ
         ring.prepare(opcode, flight.file_slot, flight.address + moved, nbytes, flight.offset + moved, slot)
 
@@ -466,6 +466,6 @@ def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None
         by_class.setdefault(flight.io_class, []).append(flight)
     for io_class, batch in by_class.items():
         half = (len(batch) + 1) // 2
-        if io_class is IOClass.DEMAND or sum(flight.nbytes for flight in batch) < _CHAINED_NBYTES:
+        if io_class <= IOClass.UPDATE or sum(flight.nbytes for flight in batch) < _CHAINED_NBYTES:
             half = len(batch)
         yield from zip_longest(batch[:half], batch[half:])

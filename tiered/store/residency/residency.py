@@ -16,6 +16,7 @@ import torch
 
 from tiered.bytes.arena import Arena, Buffer
 from tiered.bytes.condition import Condition
+from tiered.bytes.device.base import IOClass
 from tiered.errors import ClosedError, LeaseError
 from tiered.stats import WorkingSetStatistics
 from tiered.store.format.root import Root
@@ -281,6 +282,7 @@ class Residency(MemoryWait):
         """
         deadline = Deadline(f"lease of {key!r} for {mode!r}", self.deadline_s)
         is_writer = mode != "r"
+        io_class = IOClass.UPDATE if is_writer and is_brief else IOClass.DEMAND
         reading: Transfer | None = None  # the swap in that this call has started
         claim: Residence | None = None  # the residence it reads into: not to be evicted before it is leased here
         try:
@@ -294,7 +296,7 @@ class Residency(MemoryWait):
                     needs, buffer, transfer = entry.needs(mode), None, None  # case 1
                     if is_writer and self.must_await_seal and not entry.scratch:
                         continue  # case 2: deferred meanwhile, by another thread
-                    if needs is LeaseNeeds.WAIT and (transfer := self._demand(entry)) is None:
+                    if needs is LeaseNeeds.WAIT and (transfer := self._take_over(entry, io_class)) is None:
                         self.wait_for_entry(entry, deadline)  # case 3
                         continue
                     if claim is not None and needs in (LeaseNeeds.BUFFER, LeaseNeeds.SWAP_IN):
@@ -308,7 +310,7 @@ class Residency(MemoryWait):
                         return self._grant(entry, mode, buffer, is_brief=is_brief)  # cases 4 and 7
                     if buffer is not None:  # case 8
                         claim = self.claim(self.admit(entry, buffer))
-                        transfer = reading = self._swap_in(entry, claim)
+                        transfer = reading = self._swap_in(entry, claim, io_class)
                 if transfer is not None:
                     transfer.start()
                 elif claim is None:  # case 6

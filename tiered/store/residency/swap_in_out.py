@@ -58,7 +58,8 @@ class SwapInOut(Eviction):
         self.write_error: Exception | None = None
         self.sealed_error: Exception | None = None  # of a write that belongs to the running commit
         self._swapped_out = [0, 0]  # bytes, number of tensors
-        self._swapped_in = {IOClass.DEMAND: [0, 0], IOClass.PREFETCH: [0, 0]}
+        demand, prefetch = [0, 0], [0, 0]  # bytes, number of tensors
+        self._swapped_in = {IOClass.DEMAND: demand, IOClass.UPDATE: demand, IOClass.PREFETCH: prefetch}
         self._ahead: OrderedDict[Entry, Transfer] = OrderedDict()  # reads ahead that were not started
         self._ahead_nbytes = 0  # of reads ahead that are in flight
         self._most_ahead_nbytes = _AHEAD_NBYTES * len(self.space.devices)
@@ -66,7 +67,7 @@ class SwapInOut(Eviction):
 
     # Below: swap in, under the lock
 
-    def _swap_in(self, entry: Entry, residence: Residence, io_class: IOClass = IOClass.DEMAND) -> Transfer | None:
+    def _swap_in(self, entry: Entry, residence: Residence, io_class: IOClass) -> Transfer | None:
         """Return the read to start without the lock; None for an inline entry, which is clean at once."""
         assert entry.row is not None
         if entry.row.inline is not None:
@@ -79,11 +80,11 @@ class SwapInOut(Eviction):
         on_done = functools.partial(self._arrived, entry, self.recorder.begin_move())
         return self.space.transfer(entry.row, residence.buffer.memory, io_class, on_done, on_moved=self._moved)
 
-    def _demand(self, entry: Entry) -> Transfer | None:
-        """Return the read of ``entry``, now a demand read for the caller to start, if it was not started yet."""
+    def _take_over(self, entry: Entry, io_class: IOClass) -> Transfer | None:
+        """Return the read of ``entry``, of ``io_class`` now, for the caller to start, if it was not started yet."""
         transfer = self._ahead.pop(entry, None)
         if transfer is not None:
-            transfer.io_class = IOClass.DEMAND
+            transfer.io_class = io_class
         return transfer
 
     # Below: swap in, without the lock
