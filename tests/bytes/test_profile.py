@@ -294,7 +294,7 @@ class TestWriting:
         with pytest.raises(DeviceError, match="No such file"):
             write_profile(tmp_path / "missing", PROFILE)
 
-    @pytest.mark.parametrize("bad", [{"engine": "memory"}, {"read_depth": 0}, {"duplex": -0.1}, {"measured_at": ""}])
+    @pytest.mark.parametrize("bad", [{"engine": "memory"}, {"read_depth": 0}, {"duplex": -1.1}, {"measured_at": ""}])
     def test_nonsense_cannot_be_written(self, bad: dict[str, object]) -> None:
         with pytest.raises(ValueError, match=r"engine|read_depth|duplex|isoformat"):
             replace(PROFILE, **bad)

@@ -64,10 +64,10 @@ class TestReport:
         found = json.loads(json_file.read_text())
         assert (found["schema"], found["version"]) == ("tiered-bench", 5)
         rows = found["results"]
-        assert [row["op"] for row in rows] == ["read", "write", "put", "get", "lease"]
+        assert [row["op"] for row in rows] == ["read", "write", "mixed", "put", "get", "lease"]
         for row in rows:
             assert row["gb_per_s_min"] <= row["gb_per_s"] <= row["gb_per_s_max"]
-        for row in rows[:2]:
+        for row in rows[:3]:
             assert (row["block_bytes"], row["depth"], row["rounds"]) == (128 * KiB, 2, 2)
             assert row["reference"] == "fio" and (row["ratio"] is not None) == (shutil.which("fio") is not None)
             assert row["latency"]["p50_s"] <= row["latency"]["p99_s"] <= row["latency"]["max_s"]
@@ -110,8 +110,8 @@ class TestReport:
         assert bench(BenchRequest(directories, engine="threads", yes=True, json_file=json_file), FEW) == 0
         found = json.loads(json_file.read_text())
         names = [str(directory) for directory in directories]
-        alone, together = found["results"][:4], found["results"][4:]
-        assert [row["directory"] for row in alone] == [names[0]] * 2 + [names[1]] * 2
+        alone, together = found["results"][:6], found["results"][6:]
+        assert [row["directory"] for row in alone] == [names[0]] * 3 + [names[1]] * 3
         assert [(row["op"], row["directory"]) for row in together] == [
             (op, "+".join(names)) for op in ("put", "get", "lease")
         ]

@@ -61,7 +61,8 @@ def test_the_best_is_the_fastest_block_with_the_fewest_bytes_in_flight() -> None
         (2.0, 2.0, 0.0),  # half of each: they share the drive
         (4.0, 4.0, 1.0),  # all of both: neither slows the other
         (3.0, 3.0, 2 / 3),
-        (1.0, 1.0, 0.0),  # worse than one after the other counts as that
+        (1.6, 1.6, -0.5),  # worse than one after the other
+        (1.0, 1.0, -1.0),  # but no worse than that counts
         (0.0, 4.0, 0.0),
     ],
 )

@@ -27,7 +27,7 @@ def bound(step_s: float = 10.0, **given: Any) -> Bound:
     return Bound(step_s, **{**values, **given})
 
 
-@pytest.mark.parametrize(("duplex", "expected"), [(0.0, 14 / 2 + 12 / 4), (1.0, 14 / 2), (0.5, 14 / 2 + 12 / 4 / 2)])
+@pytest.mark.parametrize(("duplex", "expected"), [(0.0, 7 + 3), (1.0, 7), (0.5, 7 + 1.5), (-0.5, 7 + 4.5)])
 def test_reads_and_writes_share_the_drive_as_far_as_it_is_not_duplex(duplex: float, expected: float) -> None:
     assert Bandwidth(2, 4, duplex).seconds(14, 12) == expected
 

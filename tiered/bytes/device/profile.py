@@ -143,7 +143,7 @@ class Profile:
     block_nbytes: int  # the best size of one operation; a multiple of 4,096
     read_depth: int  # operations in flight
     write_depth: int
-    duplex: float | None  # 0: reads and writes share the drive, 1: neither slows the other; None: not measured
+    duplex: float | None  # from -1; 0: reads and writes share the drive, 1: neither slows the other; None: not measured
     measured_at: str  # ISO 8601, such as 2026-11-21T03:50:00+00:00
     kernel: str
 
@@ -153,7 +153,7 @@ class Profile:
         for name in ("read_bytes_per_s", "write_bytes_per_s"):
             _check_number(name, getattr(self, name), _SLOWEST_BYTES_PER_S, _FASTEST_BYTES_PER_S)
         if self.duplex is not None:
-            _check_number("duplex", self.duplex, 0, 1)
+            _check_number("duplex", self.duplex, -1, 1)
         _check_count("block_nbytes", self.block_nbytes, MIN_ALIGNMENT, _LARGEST_BLOCK_NBYTES)
         if self.block_nbytes % MIN_ALIGNMENT:
             raise ValueError(f"block_nbytes must be a multiple of {MIN_ALIGNMENT}, got {self.block_nbytes}")
@@ -170,7 +170,7 @@ class LinkProfile:
     device: str  # the type of the compute device, such as "cuda"
     in_bytes_per_s: float  # to the device, alone, through memory larger than the caches
     out_bytes_per_s: float  # from it, as well
-    duplex: float  # 0: both directions share the link, 1: neither slows the other
+    duplex: float  # from -1; 0: both directions share the link, 1: neither slows the other
     measured_at: str  # ISO 8601
     kernel: str
 
@@ -178,7 +178,7 @@ class LinkProfile:
         _check_text("device", self.device)
         for name in ("in_bytes_per_s", "out_bytes_per_s"):
             _check_number(name, getattr(self, name), _SLOWEST_BYTES_PER_S, _FASTEST_COPY_BYTES_PER_S)
-        _check_number("duplex", self.duplex, 0, 1)
+        _check_number("duplex", self.duplex, -1, 1)
         _check_origin(self)
 
 

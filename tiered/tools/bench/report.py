@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from tiered.bytes.device.profile import LinkProfile, Profile
-from tiered.tools.bench.rounds import Latency
+from tiered.tools.bench.rounds import STEP_READ, STEP_WRITTEN, Latency
 from tiered.tools.bench.settings import BenchSettings
 from tiered.tools.doctor.description import MachineDescription, by_drive
 from tiered.units import format_bytes, format_short
@@ -47,8 +47,7 @@ TITLE = (
 
 _AS_GOOD_AS = 0.97  # of the best: fewer bytes in flight are worth 3 %, about the difference between rounds
 _THE_SAME = 0.03
-_STEP_READ, _STEP_WRITTEN = 14e9, 12e9
-"""Bytes of a step of 1e9 parameters: those of state="exact" with nothing held (README)."""
+_STEP = STEP_READ * 1e9, STEP_WRITTEN * 1e9  # bytes read and written for 1e9 parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Bandwidth:
 
     read_bytes_per_s: float
     write_bytes_per_s: float
-    duplex: float = 0.0  # 0: reads and writes share the drive, 1: neither slows the other
+    duplex: float = 0.0  # 0: reads and writes share the drive, 1: neither slows the other, below 0: both cost more
 
     def seconds(self, read_bytes: float, write_bytes: float) -> float:
         """Return the least time to move the bytes: max(R/B_r, W/B_w) + (1 - d) * min(R/B_r, W/B_w)."""
@@ -75,16 +74,17 @@ class Bandwidth:
 
     def __str__(self) -> str:
         read, write = self.read_bytes_per_s / 1e9, self.write_bytes_per_s / 1e9
-        return f"in {read:.2f} GB/s, out {write:.2f} GB/s, duplex {self.duplex:.2f}"
+        mixed = sum(_STEP) / self.seconds(*_STEP) / 1e9
+        return f"in {read:.2f} GB/s, out {write:.2f} GB/s, both at once, as a step mixes them, {mixed:.2f} GB/s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
     """Rounds of one kind, and those of a reference between them: 10^9 bytes a second.
 
-    "read" and "write" are blocks beside fio. "put" ends with a commit, "get" copies into one tensor of the caller's,
-    "lease" looks at the arena's own bytes: tensors, beside raw blocks. "copy in", "copy out" and "in + out" are copies
-    to and from a compute device beside torch's, "3 tiers" the copies of a swap beside min(PCIe, NVMe).
+    "read", "write" and "mixed" are blocks beside fio. "put" ends with a commit, "get" copies into one tensor of the
+    caller's, "lease" looks at the arena's own bytes: tensors, beside raw blocks. "copy in", "copy out" and "in + out"
+    are copies to and from a compute device beside torch's, "3 tiers" the copies of a swap beside min(PCIe, NVMe).
     """
 
     op: str
@@ -253,6 +253,8 @@ class BenchReport:
 def duplex_of(mixed_read: float, mixed_write: float, read: float, write: float) -> float:
     """Return how far reads and writes run beside each other: 0 they share the drive, 1 neither slows the other.
 
+    Below 0, down to -1, both at once move less than one after the other.
+
     The rates are of both directions at once, and of each alone. In a second of both the drive did what takes r seconds
     of reads alone and w of writes alone; with no overlap r + w = 1, with all of it the longer one is 1: d solves
     1 = max(r, w) + (1 - d) * min(r, w).
@@ -260,7 +262,7 @@ def duplex_of(mixed_read: float, mixed_write: float, read: float, write: float) 
     r, w = mixed_read / read, mixed_write / write
     if min(r, w) <= 0:
         return 0.0
-    return min(1.0, max(0.0, 1 - (1 - max(r, w)) / min(r, w)))
+    return min(1.0, max(-1.0, 1 - (1 - max(r, w)) / min(r, w)))
 
 
 def best_of(rows: Sequence[BenchRow]) -> Best:
@@ -275,7 +277,7 @@ def best_of(rows: Sequence[BenchRow]) -> Best:
         )
         if reads and writes:
             read, write = _shallowest(reads), _shallowest(writes)
-            seconds = _STEP_READ / read.gb_per_s + _STEP_WRITTEN / write.gb_per_s
+            seconds = STEP_READ / read.gb_per_s + STEP_WRITTEN / write.gb_per_s
             choices.append((seconds, block_bytes * (_depth(read) + _depth(write)), read, write))
     fastest = min(seconds for seconds, *_ in choices)
     _, _, read, write = min((choice for choice in choices if choice[0] * _AS_GOOD_AS <= fastest), key=lambda c: c[1])
@@ -318,7 +320,7 @@ def verdict_of(
     return (
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "
         f"swapping 1 B parameters in and out of {'this drive' if len(drives) == 1 else f'these {len(drives)} drives'} "
-        f"takes {swap.seconds(_STEP_READ, _STEP_WRITTEN):.1f} s a step "
+        f"takes {swap.seconds(*_STEP):.1f} s a step "
         "(14 bytes of each read, 12 written: bf16 with exact AdamW, none of it held in DRAM); "
         f"{_beside_fio(bests, has_fio=has_fio)}"
     )

@@ -36,11 +36,14 @@ from tiered.errors import CapacityError, DeviceError, TieredError
 from tiered.units import MiB, format_bytes, round_up
 
 __all__ = [
-    "OPS", "Direction", "Fio", "FioError", "Latency", "Pattern", "Round", "ScratchFile", "forget", "open_file_path",
-    "run_round",
+    "OPS", "STEP_READ", "STEP_WRITTEN", "Direction", "Fio", "FioError", "Latency", "Pattern", "Round", "ScratchFile",
+    "forget", "open_file_path", "run_round",
 ]  # fmt: skip
 
 OPS = ("read", "write", "mixed")
+
+STEP_READ, STEP_WRITTEN = 14, 12
+"""Bytes of a parameter that a step moves: those of bf16 and state="exact" with nothing held (README)."""
 
 _MAX_LATENCIES = 1 << 18  # of one direction; a longer round keeps the last ones
 _WRITE_BLOCK_NBYTES = 4 * MiB
@@ -72,8 +75,8 @@ class Pattern:
     """The blocks that a round moves: sequential, wrapping at the end of the scratch file.
 
     A round ends after ``seconds``, or after ``max_nbytes`` where they are given, whichever comes first.
-    "mixed" reads the first half of the file and writes the second, each with half of the depth: the blocks of a step
-    that are swapped in are not those just swapped out. It ends when either direction has moved its half.
+    "mixed" reads the first half of the file and writes the second, with 14 of 26 blocks in flight reads, as a training
+    step mixes them: what is swapped in is not what was just swapped out. It ends when either has moved its half.
     """
 
     op: str
@@ -95,7 +98,7 @@ class Pattern:
         if self.op != "mixed":
             io_class = IOClass.WRITE if self.op == "write" else IOClass.PREFETCH
             return (Direction(io_class, self.depth, 0, num_blocks),)
-        half, write_depth = num_blocks // 2, self.depth // 2
+        half, write_depth = num_blocks // 2, round(self.depth * STEP_WRITTEN / (STEP_READ + STEP_WRITTEN))
         reads = Direction(IOClass.PREFETCH, self.depth - write_depth, 0, half)
         return reads, Direction(IOClass.WRITE, write_depth, half, half)
 

@@ -91,6 +91,7 @@ class BenchSettings:
         own: it counts at 8 GB/s.
         """
         num_rounds = (1 + 2 * self.rounds) * len(self.points) // 2  # half of the points write; the first warms up
+        num_rounds += self.rounds + 1  # of both directions at once, which write half
         num_rounds += 2 * self.rounds  # through more memory than the caches hold
         num_rounds += len(self.tensor_nbytes) * self.tensor_rounds  # the raw rounds beside
         puts = [*self.tensor_nbytes, *[self.together_tensor_nbytes] * (num_directories > 1)] * (

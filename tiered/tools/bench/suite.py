@@ -69,6 +69,7 @@ class Suite:
                 rows.append(self._measure_point(scratch, point))
                 self._session.add(rows[-1])
             best = report.best = best_of(rows)
+            self._session.add(self._measure_point(scratch, self._pattern("mixed", best)))
             self._measure_swapping(scratch, best)
             self._measure_tensors(scratch, best)
             self._sustain(scratch, best)
