@@ -208,9 +208,13 @@ class AddressRanges:
         for start in [*self._starts, -1]:
             if run and start != run[-1][1]:
                 if run[-1][1] - run[0][0] >= nbytes:
-                    for window in (run[0][0], run[-1][1] - nbytes):
-                        warm = sum(min(e, window + nbytes) - max(s, window) for s, e, is_warm in run
-                                   if is_warm and s < window + nbytes and e > window)  # fmt: skip
+                    first, last = run[0][0], run[-1][1]
+                    for window, ranges in ((first, run), (last - nbytes, reversed(run))):
+                        warm = 0
+                        for s, e, is_warm in ranges:
+                            if s >= window + nbytes or e <= window:
+                                break
+                            warm += min(e, window + nbytes) - max(s, window) if is_warm else 0
                         best = min(best or (1, 0), (-warm, window))
                 run = []
             if start >= 0:
