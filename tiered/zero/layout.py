@@ -55,8 +55,8 @@ PAGE_NBYTES = 4096
 TILE_NUMEL = 1 << 20
 """Elements that one call updates: enough that calls cost nothing; tiles that stay in the caches take no less time."""
 
-LEAST_BUCKET_NUMEL = 1 << 14
-"""Elements of buckets in models of tiny units, 160 KiB of exact state: smaller ones take as much CPU time."""
+LEAST_BUCKET_NUMEL = 1 << 16
+"""Elements of buckets and tiles in models of small units, 640 KiB of exact state: smaller ones take more CPU time."""
 
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
@@ -292,9 +292,13 @@ def bucket_numel_for(num_trainable: Iterable[int]) -> int:
     return min(_BUCKET_NUMEL, max(LEAST_BUCKET_NUMEL, share))
 
 
-def tile_numel_for(bucket_numel: int, numels: Iterable[int]) -> int:
-    """Return the elements per tile: no more than a bucket or the largest parameter needs; a multiple of 1,024."""
-    return min(TILE_NUMEL, bucket_numel, round_up(max(numels, default=1), _STEP_NUMEL))
+def tile_numel_for(bucket_numel: int, numels: Sequence[int]) -> int:
+    """Return the elements per tile: no more than a bucket or the largest parameter needs; a multiple of 1,024.
+
+    Small parameters are updated together: a tile takes as many as a bucket of LEAST_BUCKET_NUMEL elements has.
+    """
+    largest = max(min(sum(numels), LEAST_BUCKET_NUMEL), max(numels, default=1))
+    return min(TILE_NUMEL, bucket_numel, round_up(largest, _STEP_NUMEL))
 
 
 # -- shares of a budget --------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tiered.zero.formats.rules import Hyperparameters, Rule
+from tiered.units import round_up
+from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.state_layout import Layout, Layouts
 from tiered.zero.formats.tile_scratch import TileScratch
-from tiered.zero.layout import cut
+from tiered.zero.layout import CUT_NUMEL, cut
 
 __all__ = ["Bucket", "Piece", "Source", "StatefulSegment", "divide", "update_pieces"]
 
@@ -107,32 +108,52 @@ class Source(NamedTuple):
     hyper: Hyperparameters
 
 
-_Together = tuple[Rule, Hyperparameters, list[torch.Tensor], list[torch.Tensor], list[Sequence[torch.Tensor]]]
-"""The parameters, gradients and moments of pieces that one call of a rule updates."""
+class _Alike:
+    """Pieces that are updated with the same hyperparameters and factor, all at one time."""
+
+    def __init__(self, layout: Layout, factor: torch.Tensor | None, hyper: Hyperparameters) -> None:
+        self.layout, self.factor, self.hyper = layout, factor, hyper
+        self.numel = 0
+        self.parameters: list[torch.Tensor] = []
+        self.gradients: list[torch.Tensor] = []
+        self.views: list[Sequence[torch.Tensor]] = []
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
+        """Add a piece: (numel,) each, and the fields of its state."""
+        self.numel += round_up(parameter.numel(), CUT_NUMEL)
+        self.parameters.append(parameter)
+        self.gradients.append(gradient)
+        self.views.append(views)
+
+    def update(self, scratch: TileScratch) -> None:
+        """Do one update of each piece in place."""
+        self.layout.update_all(self.parameters, self.gradients, self.views, self.factor, self.hyper, scratch)
 
 
 def update_pieces(parts: Iterable[tuple[Piece[S], torch.Tensor, Source]], scratch: TileScratch) -> None:
-    """Do one update of each piece in place: all those together that need no scratch, the others tile by tile.
+    """Do one update of each piece in place: those together that need no scratch or little of it, others by tiles.
 
     ``parts``: each piece with the uint8 bytes of its bucket, and the source of its parameter.
     """
-    together: dict[Hashable, _Together] = {}
+    together: dict[Hashable, _Alike] = {}
     for piece, bucket, (parameter, gradient, factor, hyper) in parts:
         layout, views = piece.layout, piece.views(bucket)
         parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
-        if layout.updates_in_place(gradient, factor):
-            alike = layout.dtype, id(hyper.values), hyper.step, hyper.begins
-            if alike not in together:
-                together[alike] = layout.rule, hyper, [], [], []
-            _, _, parameters, gradients, moments = together[alike]
-            parameters.append(parameter)
-            gradients.append(gradient)
-            moments.append(views)
+        most = layout.most_together(gradient, factor, scratch)
+        if piece.numel <= most:
+            kind = layout.dtype, id(factor), id(hyper.values), hyper.step, hyper.begins
+            alike = together.get(kind)
+            if alike is not None and alike.numel + piece.numel > most:
+                together.pop(kind).update(scratch)
+                alike = None
+            if alike is None:
+                alike = together[kind] = _Alike(layout, factor, hyper)
+            alike.add(parameter, gradient, views)
             continue
         numel = layout.tile_numel(scratch)
         for start in range(0, piece.numel, numel):
             stop = min(start + numel, piece.numel)
             scratch.dither.aim(piece.segment.name, hyper.step, piece.start + start)
             layout.tile(views, start, stop).update(parameter[start:stop], gradient[start:stop], factor, hyper, scratch)
-    for rule, hyper, parameters, gradients, moments in together.values():
-        rule.update(parameters, gradients, moments, hyper)
+    for alike in together.values():
+        alike.update(scratch)

@@ -6,17 +6,22 @@ arithmetic is elementwise, in place on scratch, by torch operations. Codes of 8 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from tiered.units import round_up
 from tiered.zero.formats.tile_scratch import Dither, Rows
+from tiered.zero.layout import CUT_NUMEL
 
 __all__ = ["NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
 
 _TIE = 0x8000
 _ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
+_FEW_NUMEL = 1 << 15  # a look at so few elements costs more than to mend them all
 
 NO_DITHER = Dither(torch.empty(0, dtype=torch.float32, device="cpu"))
 """For codes that lose nothing."""
@@ -93,6 +98,32 @@ class Remainder:
         master = rows.master.view(torch.int32)[: hi.numel()]
         _where_ties_are(_mark, fields[0], master, fields[1].view(torch.int32))
 
+    def decode_all(
+        self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: Rows
+    ) -> list[torch.Tensor]:
+        """As ``decode``, of pieces that lie one after the other in ``rows``, at multiples of CUT_NUMEL."""
+        sizes = padded(his)
+        end = sum(sizes)
+        work = rows.work.view(torch.int32)[:end]
+        masters = cut_like(his, sizes, rows.master)
+        torch._foreach_copy_(masters, his)
+        torch._foreach_copy_(cut_like(his, sizes, work), [each[0] for each in fields])
+        rows.master.view(torch.int32)[:end].add_(work)
+        for place in _pieces_at(torch.eq(work, -_TIE, out=rows.gradient.view(torch.uint8)[:end]), sizes):
+            _undo_marks(masters[place].view(torch.int32), fields[place][1].view(torch.int32))
+        return masters
+
+    def encode_all(self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: Rows) -> None:
+        """As ``encode``, where ``decode_all`` returned the masters."""
+        sizes = padded(his)
+        end = sum(sizes)
+        whole = rows.master.view(torch.int32)[:end]
+        bits = cut_like(his, sizes, whole)
+        torch._foreach_copy_(his, cut_like(his, sizes, rows.master))
+        torch._foreach_copy_([each[0] for each in fields], bits)
+        for place in _pieces_at(_is_marked(whole, out=rows.work.view(torch.int32)[:end]), sizes):
+            _mark(bits[place], fields[place][1].view(torch.int32))
+
     def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
         """As ``encode``: ``hi`` is torch's rounding of the master already."""
         self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
@@ -166,11 +197,29 @@ def _mark(bits: torch.Tensor, marks: torch.Tensor) -> None:
     marks.bitwise_or_(_is_marked(bits) << 31)
 
 
+def padded(pieces: Iterable[torch.Tensor]) -> list[int]:
+    """Return the elements that each of ``pieces`` takes of a row: a multiple of CUT_NUMEL."""
+    return [round_up(piece.numel(), CUT_NUMEL) for piece in pieces]
+
+
+def cut_like(pieces: Sequence[torch.Tensor], sizes: Sequence[int], row: torch.Tensor) -> list[torch.Tensor]:
+    """Return views of ``row`` with the elements of each of ``pieces``, one after the other, ``padded`` to ``sizes``."""
+    parts = row[: sum(sizes)].split_with_sizes(sizes)
+    return [part if part.numel() == p.numel() else part[: p.numel()] for part, p in zip(parts, pieces, strict=True)]
+
+
+def _pieces_at(found: torch.Tensor, sizes: Sequence[int]) -> set[int]:
+    """Return which pieces of ``sizes`` elements have a place in a row at which ``found`` is not 0."""
+    places = found.nonzero().flatten().tolist()
+    ends = list(itertools.accumulate(sizes)) if places else []
+    return {bisect.bisect_right(ends, place) for place in places}
+
+
 def _where_ties_are(
     change: Callable[[torch.Tensor, torch.Tensor], None], lo: torch.Tensor, bits: torch.Tensor, marks: torch.Tensor
 ) -> None:
     """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie, or for all."""
-    if not lo.is_cpu:  # looking for rows would wait for the device
+    if lo.numel() <= _FEW_NUMEL or not lo.is_cpu:  # looking for rows would wait for the device
         change(bits, marks)
         return
     whole = lo.numel() // _ROW_NUMEL * _ROW_NUMEL

@@ -10,15 +10,26 @@ fp64 parameters keep exact state under every format: a user that asks for fp64 a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
 
 from tiered.units import round_up
-from tiered.zero.formats.codes import Field, MarkedRemainder, MasterCode, MomentCode, RawMoment, Remainder
+from tiered.zero.formats.codes import (
+    Field,
+    MarkedRemainder,
+    MasterCode,
+    MomentCode,
+    RawMoment,
+    Remainder,
+    cut_like,
+    padded,
+)
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8, tried_compact_kernels
 from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
+from tiered.zero.layout import LEAST_BUCKET_NUMEL
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
 
@@ -92,9 +103,35 @@ class Layout:
         """Return the elements that one tile has in ``scratch``."""
         return scratch.small_numel if self.is_small else scratch.numel
 
-    def updates_in_place(self, gradient: torch.Tensor, factor: torch.Tensor | None) -> bool:
-        """Return whether an update works on the bytes as they lie, and needs no scratch."""
-        return self.is_raw and factor is None and gradient.dtype == self.dtype and not self.rule.needs_work
+    def most_together(self, gradient: torch.Tensor, factor: torch.Tensor | None, scratch: TileScratch) -> int:
+        """Return how many elements of pieces ``update_all`` takes at one time; 0: each is updated tile by tile."""
+        if self.is_raw and factor is None and gradient.dtype == self.dtype and not self.rule.needs_work:
+            return sys.maxsize  # on the bytes as they lie
+        is_exact = self.marks is not None and not self.is_small
+        return min(scratch.numel, LEAST_BUCKET_NUMEL) if is_exact and gradient.is_cpu else 0
+
+    def update_all(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        views: list[Sequence[torch.Tensor]],
+        factor: torch.Tensor | None,
+        hyper: Hyperparameters,
+        scratch: TileScratch,
+    ) -> None:
+        """Do one update in place of pieces of ``most_together`` elements in all: (numel,) each, and their fields."""
+        if self.is_raw:
+            return self.rule.update(parameters, gradients, views, hyper)
+        assert isinstance(self.master, Remainder) and self.marks is not None
+        rows, moments = scratch.rows(small=False), [each[1:] for each in views]
+        fields = [(each[0], each[1 + self.marks]) for each in views]
+        masters = self.master.decode_all(parameters, fields, rows)
+        scaled = cut_like(parameters, padded(parameters), rows.gradient)
+        torch._foreach_copy_(scaled, gradients)
+        if factor is not None:
+            torch._foreach_mul_(scaled, factor)
+        self.rule.update(masters, scaled, moments, hyper, rows.work)
+        self.master.encode_all(parameters, fields, rows)
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece of ``numel`` elements, padding included."""
