@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long the ways are: calls of tiered's functions, and the files that they enter, floor by floor.
 
-Usage: python bench/way.py [--width 256 --store DIR --against tree=CHECKOUT]
+Usage: python bench/way.py [--width 512 --store DIR --against tree=CHECKOUT]
 
 Counted by sys.setprofile on a chain of six units with one matrix each, on the thread that is named:
 
@@ -11,6 +11,7 @@ Counted by sys.setprofile on a chain of six units with one matrix each, on the t
 - a gradient: from autograd's value, as a tensor's hook gets it, to the hooks after its accumulation (calling thread)
 - a resident get: ``store.get`` of a key that is in DRAM (calling thread)
 - a commit: of the six units, nothing held, whose updates have ended (calling thread)
+- a block: 1 MiB of a tensor of 64 MiB on its way out and in again (the threads of the device and of digests)
 
 Only tiered's public names are called, so that any checkout can be the other side. One JSON line comes last.
 """
@@ -132,7 +133,7 @@ class Chain(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=256, help="of the units' matrices: 4 buckets each by default")
+    parser.add_argument("--width", type=int, default=512, help="of the units' matrices: 4 buckets each by default")
     parser.add_argument("--store", type=Path, default=trees.HERE / "runs", help="where folders for stores are made")
     parser.add_argument("--against", default="", help="tree=CHECKOUT: its table beside this one")
     args = parser.parse_args()
@@ -159,7 +160,8 @@ def measure(folder: Path, width: int) -> dict[str, Any]:
         store["key"] = torch.zeros(256 * KiB, dtype=torch.uint8)
         with store.lease("key"), ways["resident get"].on():
             store.get("key")
-    order = ("fault-in", "operation", "bucket", "gradient", "resident get", "commit")
+    ways["block"] = walk_blocks(folder / "large")
+    order = ("fault-in", "operation", "bucket", "gradient", "resident get", "commit", "block")
     found: dict[str, Way] = {**ways, "bucket": update}
     return {name: found[name].result() for name in order}
 
@@ -224,6 +226,25 @@ def walk_commit(store: tiered.Store, width: int, way: Way) -> None:
             pass  # ends all updates
         with way.on() if number == 2 else contextlib.nullcontext():
             store.commit({"step": number})
+
+
+def walk_blocks(folder: Path) -> Way:
+    """Put and commit a tensor of 64 MiB, and get it from a store opened anew; return the way of one of its 128 MiB."""
+    way, value = Way(), torch.zeros(64 * MiB, dtype=torch.uint8)
+    threading.setprofile(way.note)  # of threads that begin from here on
+    try:
+        with tiered.Store(folder, dram=128 * MiB) as store:
+            way.num_calls = 0
+            store["large"] = value
+            store.commit()
+            num_out = way.num_calls
+        with tiered.Store(folder, dram=128 * MiB) as store:
+            way.num_calls = 0
+            store.get("large")
+            way.num_calls = (way.num_calls + num_out) // (2 * value.nbytes // MiB)
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation has it
+    return way
 
 
 def show(ways: dict[str, Any], other: dict[str, Any]) -> None:

@@ -224,6 +224,47 @@ def test_bits_do_not_depend_on_buckets_or_tiles(dtype: torch.dtype, word: str, r
             assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-2], ids=["ties stay", "a step"])
+def test_pieces_that_are_updated_together_have_the_bits_of_one_after_the_other(lr: float) -> None:
+    """Masters are ties above an even upper half in some pieces: the marks are in the right ones, before and after."""
+    numels, layouts = [300, 1, 128, 5000, 129, 7], Layouts("exact", RULES["AdamW"][0])
+    found = []
+    for tile_numel in (1 << 16, 1024, 128):  # all together; what fits; the largest by tiles
+        segments = [
+            Segment(f"p{i}", torch.nn.Parameter(normal(numel, BF16, i)), BF16) for i, numel in enumerate(numels)
+        ]
+        (bucket,) = divide("state", segments, 1 << 20, layouts)
+        memory = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+        scratch = TileScratch(torch.full((TileScratch.nbytes(1 << 16),), 0xFF, dtype=torch.uint8), 1 << 16)
+        values = [segment.parameter.detach().clone() for segment in segments]
+        ties = 0
+        for piece, value in zip(bucket.pieces, values, strict=True):
+            rows, tile = scratch.rows(small=False), piece.layout.tile(piece.views(memory), 0, piece.numel)
+            bits = rows.master.view(torch.int32)[: piece.numel]
+            bits.copy_(value.float().view(torch.int32)).bitwise_and_(-0x20000)[::3].add_(0x8000)
+            ties += 0 if piece.numel == 128 else len(bits[::3])
+            if piece.numel == 128:
+                bits.bitwise_and_(-0x10000)
+            value.copy_(bits.view(torch.float32))
+            tile.encode_master(value, rows, scratch)
+        scratch = TileScratch(torch.full((TileScratch.nbytes(tile_numel),), 0xFF, dtype=torch.uint8), tile_numel)
+        options = RULES["AdamW"][1] | {"lr": lr, "weight_decay": 0.0}
+        for step in (1, 2):
+            hyper = Hyperparameters(step, options, begins=step == 1)
+            update_pieces(
+                [
+                    (piece, memory, Source(value, normal(piece.numel, BF16, 9 + step), None, hyper))
+                    for piece, value in zip(bucket.pieces, values, strict=True)
+                ],
+                scratch,
+            )
+        marks = sum(int((piece.views(memory)[2].view(torch.int32) < 0).sum()) for piece in bucket.pieces)
+        assert marks == ties or lr
+        found.append((memory, *values))
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 def recipe_of(optimizer: str, state: str, **options: Any) -> Recipe:
     given: dict[str, dict[str, Any]] = {
         "AdamW": {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.05},
