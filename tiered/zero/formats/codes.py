@@ -21,7 +21,6 @@ __all__ = ["NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", 
 
 _TIE = 0x8000
 _ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
-_FEW_NUMEL = 1 << 15  # a look at so few elements costs more than to mend them all
 
 NO_DITHER = Dither(torch.empty(0, dtype=torch.float32, device="cpu"))
 """For codes that lose nothing."""
@@ -219,7 +218,7 @@ def _where_ties_are(
     change: Callable[[torch.Tensor, torch.Tensor], None], lo: torch.Tensor, bits: torch.Tensor, marks: torch.Tensor
 ) -> None:
     """Call ``change(bits, marks)`` for all rows of 1,024 elements in which some ``lo`` is a tie, or for all."""
-    if lo.numel() <= _FEW_NUMEL or not lo.is_cpu:  # looking for rows would wait for the device
+    if not lo.is_cpu:  # looking for rows would wait for the device
         change(bits, marks)
         return
     whole = lo.numel() // _ROW_NUMEL * _ROW_NUMEL
