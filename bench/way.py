@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long the ways are: calls of tiered's functions, and the files that they enter, floor by floor.
 
-Usage: python bench/way.py [--width 512 --store DIR --against tree=CHECKOUT]
+Usage: python bench/way.py [--width 256 --store DIR --against tree=CHECKOUT]
 
 Counted by sys.setprofile on a chain of six units with one matrix each, on the thread that is named:
 
@@ -133,7 +133,7 @@ class Chain(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--width", type=int, default=512, help="of the units' matrices: 4 buckets each by default")
+    parser.add_argument("--width", type=int, default=256, help="of the units' matrices: 4 buckets each by default")
     parser.add_argument("--store", type=Path, default=trees.HERE / "runs", help="where folders for stores are made")
     parser.add_argument("--against", default="", help="tree=CHECKOUT: its table beside this one")
     args = parser.parse_args()

@@ -171,7 +171,7 @@ def test_device_bits_runs_tiny(warm_python: WarmPython) -> None:
 def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     result, output = run("way", "--store", str(tmp_path), python=warm_python)
     ways = result["ways"]
-    assert len(ways) == 6
+    assert len(ways) == 7
     assert all(way["calls"] > 0 for way in ways.values()), output
     assert {"zero/parameters/unit.py", "tiers/trace.py"} <= set(ways["fault-in"]["files"])
     assert "zero/optimizer/bucket_update.py" in ways["bucket"]["files"]

@@ -23,6 +23,7 @@ __all__ = [
     "CUT_NUMEL",
     "LEAST_BUCKET_NUMEL",
     "PAGE_NBYTES",
+    "TOGETHER_NUMEL",
     "SegmentSpec",
     "Shares",
     "Span",
@@ -55,9 +56,13 @@ PAGE_NBYTES = 4096
 TILE_NUMEL = 1 << 20
 """Elements that one call updates: enough that calls cost nothing; tiles that stay in the caches take no less time."""
 
-LEAST_BUCKET_NUMEL = 1 << 16
-"""Elements of buckets and tiles in models of small units, 640 KiB of exact state: smaller ones take more CPU time."""
+LEAST_BUCKET_NUMEL = 1 << 14
+"""Elements of buckets in models of tiny units, 160 KiB of exact state: smaller ones take as much CPU time."""
 
+TOGETHER_NUMEL = 1 << 17
+"""Elements of small parameters that are updated at one time, where calls of torch cost more than their arithmetic."""
+
+_PART = 1024  # of a model's elements: so many are in a bucket, or updated together, at least
 _BUCKET_NUMEL = 1 << 22  # elements; 40 MiB of exact state: ten blocks in flight
 _BUCKETS_PER_UNIT = 8  # buckets shrink with the unit, so that small models run in small budgets
 _STEP_NUMEL = 8 * CUT_NUMEL  # buckets and tiles are multiples of it
@@ -285,20 +290,24 @@ def cut(numels: Sequence[int], bucket_numel: int) -> list[list[Cut]]:
 def bucket_numel_for(num_trainable: Iterable[int]) -> int:
     """Return the elements per bucket for units with these numbers of trainable elements; a multiple of 1,024.
 
+    An eighth of the largest unit, and of many small units a 1,024th of the model, up to TOGETHER_NUMEL.
     Depends on the model alone, so that a store can be resumed under another budget.
     """
-    largest = max((*num_trainable, 1))
-    share = round_up(-(-largest // _BUCKETS_PER_UNIT), _STEP_NUMEL)
-    return min(_BUCKET_NUMEL, max(LEAST_BUCKET_NUMEL, share))
+    numels = [*num_trainable, 1]
+    share = round_up(-(-max(numels) // _BUCKETS_PER_UNIT), _STEP_NUMEL)
+    return min(_BUCKET_NUMEL, max(LEAST_BUCKET_NUMEL, share, _part_of(numels)))
 
 
 def tile_numel_for(bucket_numel: int, numels: Sequence[int]) -> int:
     """Return the elements per tile: no more than a bucket or the largest parameter needs; a multiple of 1,024.
 
-    Small parameters are updated together: a tile takes as many as a bucket of LEAST_BUCKET_NUMEL elements has.
+    Of many small parameters a tile takes as many as ``bucket_numel_for`` says.
     """
-    largest = max(min(sum(numels), LEAST_BUCKET_NUMEL), max(numels, default=1))
-    return min(TILE_NUMEL, bucket_numel, round_up(largest, _STEP_NUMEL))
+    return min(TILE_NUMEL, bucket_numel, max(round_up(max(numels, default=1), _STEP_NUMEL), _part_of(numels)))
+
+
+def _part_of(numels: Iterable[int]) -> int:
+    return min(TOGETHER_NUMEL, round_up(sum(numels) // _PART, _STEP_NUMEL))
 
 
 # -- shares of a budget --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tiered.zero.formats.codes import (
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8, tried_compact_kernels
 from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import Rows, TileScratch
-from tiered.zero.layout import LEAST_BUCKET_NUMEL
+from tiered.zero.layout import TOGETHER_NUMEL
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
 
@@ -108,7 +108,7 @@ class Layout:
         if self.is_raw and factor is None and gradient.dtype == self.dtype and not self.rule.needs_work:
             return sys.maxsize  # on the bytes as they lie
         is_exact = self.marks is not None and not self.is_small
-        return min(scratch.numel, LEAST_BUCKET_NUMEL) if is_exact and gradient.is_cpu else 0
+        return min(scratch.numel, TOGETHER_NUMEL) if is_exact and gradient.is_cpu else 0
 
     def update_all(
         self,
