@@ -74,8 +74,8 @@ class TestVerdict:
     def test_one_line_for_people(self) -> None:
         assert verdict_of([best()], [DRIVE]) == (
             "read 3.5 GB/s, write 6.0 GB/s with 4 MiB x 8 (tensors, which no cache holds, 2.8 and 4.0): swapping 1 B "
-            "parameters in and out of this drive takes 5.0 s a step (14 bytes of each read, 12 written: bf16 with "
-            "exact AdamW, none of it held in DRAM); fio reaches the same"
+            "parameters in and out of this drive takes 5.0 s a step (14 bytes of each read and 12 written at 5.2 GB/s "
+            "in sum: bf16 with exact AdamW, none of it held in DRAM); fio reaches the same"
         )
 
     @pytest.mark.parametrize(

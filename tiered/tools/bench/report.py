@@ -74,8 +74,12 @@ class Bandwidth:
 
     def __str__(self) -> str:
         read, write = self.read_bytes_per_s / 1e9, self.write_bytes_per_s / 1e9
-        mixed = sum(_STEP) / self.seconds(*_STEP) / 1e9
-        return f"in {read:.2f} GB/s, out {write:.2f} GB/s, both at once, as a step mixes them, {mixed:.2f} GB/s"
+        return f"read {read:.2f} GB/s, write {write:.2f} GB/s, both at once {self.mixed_gb_per_s:.2f} GB/s in sum"
+
+    @property
+    def mixed_gb_per_s(self) -> float:
+        """10^9 bytes a second in both directions together, while a step moves 14 bytes in and 12 out."""
+        return sum(_STEP) / self.seconds(*_STEP) / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +325,8 @@ def verdict_of(
         f"read {read:.1f} GB/s, write {write:.1f} GB/s with {_settings(bests)}{tensors}: "
         f"swapping 1 B parameters in and out of {'this drive' if len(drives) == 1 else f'these {len(drives)} drives'} "
         f"takes {swap.seconds(*_STEP):.1f} s a step "
-        "(14 bytes of each read, 12 written: bf16 with exact AdamW, none of it held in DRAM); "
+        f"(14 bytes of each read and 12 written at {swap.mixed_gb_per_s:.1f} GB/s in sum: bf16 with exact AdamW, none "
+        "of it held in DRAM); "
         f"{_beside_fio(bests, has_fio=has_fio)}"
     )
 
