@@ -78,6 +78,10 @@ class Way:
             self.files[str(path.relative_to(ROOT))] = None
         return is_ours
 
+    def forget(self) -> None:
+        """Begin anew: what was counted until now is not of this way."""
+        self.num_calls, self.files = 0, {}
+
     def result(self) -> dict[str, Any]:
         floors = {floor: sum(file.startswith(f"{floor}/") for file in self.files) for floor in FLOORS}
         return {"calls": self.num_calls, **floors, "all": len(self.files), "files": list(self.files)}
@@ -234,14 +238,15 @@ def walk_blocks(folder: Path) -> Way:
     threading.setprofile(way.note)  # of threads that begin from here on
     try:
         with tiered.Store(folder, dram=128 * MiB) as store:
-            way.num_calls = 0
+            way.forget()
             store["large"] = value
             store.commit()
-            num_out = way.num_calls
+            num_out, files_out = way.num_calls, way.files
         with tiered.Store(folder, dram=128 * MiB) as store:
-            way.num_calls = 0
+            way.forget()
             store.get("large")
             way.num_calls = (way.num_calls + num_out) // (2 * value.nbytes // MiB)
+            way.files = files_out | way.files
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]  # as the documentation has it
     return way

@@ -211,9 +211,9 @@ class IOQueue:
     something queued and nothing in flight, except for its own first operation. So no class waits for ever beside
     steady demand reads, where there are four slots or more.
 
-    Writes are calm while a caller waits for a read, and 20 ms after: a quarter of the bytes of demand reads in flight,
-    or 1 MiB. So a demand read takes at most a quarter longer than alone, or by one MiB. Updates and reads ahead wait
-    for writes as writes wait for them.
+    Writes are calm while a caller waits for a read, and 20 ms after: those in flight are a quarter of the bytes of
+    demand reads, or 1 MiB. A demand read that comes then takes a quarter longer than alone, or as long as 1 MiB takes;
+    the first one meets what the drive has. Reads of updates and reads ahead hold no write back.
     """
 
     def __init__(self, num_slots: int, *, piece_nbytes: int = sys.maxsize) -> None:

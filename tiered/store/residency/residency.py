@@ -268,8 +268,9 @@ class Residency(MemoryWait):
     def obtain(self, key: str, mode: str, *, most_nbytes: int | None = None, is_brief: bool = False) -> Granted:
         """Return a lease, its spec, and the claimed residence it must copy, if any; the tensor is the caller's to make.
 
-        Blocks. ``is_brief``: see ``Eviction._open_lease``. ``most_nbytes`` are the most that are swapped in. Each turn
-        of the loop finds the entry anew, under the lock, in one of these cases:
+        Blocks. ``is_brief``: see ``Eviction._open_lease``; a writer's is an update's, whose read holds no write back.
+        ``most_nbytes`` are the most that are swapped in. Each turn of the loop finds the entry anew, under the lock, in
+        one of these cases:
 
         1. There is no such key, a lease is in the way, or the bytes were never written: raise.
         2. A seal is pending that must not contain the write: wait for the seal.

@@ -17,7 +17,9 @@ from tiered.units import round_up
 from tiered.zero.formats.tile_scratch import Dither, Rows
 from tiered.zero.layout import CUT_NUMEL
 
-__all__ = ["NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder"]
+__all__ = [
+    "NO_DITHER", "Field", "MarkedRemainder", "MasterCode", "MomentCode", "RawMoment", "Remainder", "cut_like", "padded",
+]  # fmt: skip
 
 _TIE = 0x8000
 _ROW_NUMEL, _MOST_ROWS = 1024, 64  # looked through for ties, mended at once
