@@ -59,12 +59,16 @@ class CorruptionError(TieredError):
 
     ``key`` is the record's name ("" for the catalog itself), ``file`` the path, ``offset`` the byte offset in the file
     (-1 where the file has no meaningful offset). ``errno`` is the drive's error where ``verify`` found a sector that
-    gives no bytes at all, else 0.
+    gives no bytes at all, else 0. ``row`` is the first row of a table that has bytes in the damaged block, where rows
+    were read, else -1.
     """
 
-    def __init__(self, message: str, *, key: str = "", file: str = "", offset: int = -1, errno: int = 0) -> None:
+    def __init__(
+        self, message: str, *, key: str = "", file: str = "", offset: int = -1, errno: int = 0, row: int = -1
+    ) -> None:
         super().__init__(message)
         self.key = key
         self.file = file
         self.offset = offset
         self.errno = errno
+        self.row = row

@@ -112,9 +112,14 @@ class Job:
         name = self.rng.choice(sorted(self.oracle.open))
         value = self.oracle.open[name].clone()
         start = self.rng.randrange(value.numel())
-        part = numbers(self.rng.randint(1, value.numel() - start), self.rng.getrandbits(30))
-        self.store.write_part(name, start, part)
-        value[start : start + part.numel()] = part
+        if self.rng.random() < 0.5:
+            part = numbers(self.rng.randint(1, value.numel() - start), self.rng.getrandbits(30))
+            self.store.write_part(name, start, part)
+            value[start : start + part.numel()] = part
+        else:
+            index = torch.tensor(self.rng.sample(range(value.numel()), min(9, value.numel())))
+            self.store.rows(name).add(index, numbers(len(index), start))
+            value.index_add_(0, index, numbers(len(index), start))
         self.oracle.open[name] = value
 
     def delete(self) -> None:

@@ -41,6 +41,7 @@ __all__ = ["StoreAgainstDict", "batch", "machine_settings"]
 BUDGET_NBYTES = 64 * KiB
 NAMES = st.sampled_from([*"abcdef", "", "\ud800", "../x", "n\0"])
 SIZES = st.sampled_from([0, 1, 1024, 1025, 4096, 6000, 12 * KiB, 16 * KiB, 20 * KiB, 24 * KiB])
+WIDTHS = st.sampled_from([1, 7, 512, 4096, 5000])
 SEEDS = st.integers(0, 1000)
 POLICIES = st.sampled_from(["drop", "keep", "subset", "torn", "torn pages"])
 DTYPES = st.sampled_from(
@@ -149,6 +150,46 @@ class StoreAgainstDict(RuleBasedStateMachine):
             first = int(start * flat.numel())
             stop = first + int(share * (flat.numel() - first))
             assert same(self.store.read_part(name, first, stop), flat[first:stop])
+
+    @rule(name=NAMES, num_rows=st.sampled_from([0, 1, 3, 5, 20]), width=WIDTHS)
+    def create_rows(self, name: str, num_rows: int, width: int) -> None:
+        width = min(width, 24 * KiB // max(1, num_rows))
+        assert len(self.store.create_rows(name, num_rows, (width,), torch.uint8)) == num_rows
+        self.open[name] = torch.zeros(num_rows, width, dtype=torch.uint8)
+        self.leased.discard(name)
+
+    @rule(name=NAMES, seed=SEEDS, adds=st.booleans())
+    def write_rows(self, name: str, seed: int, adds: bool) -> None:
+        index = self._index(name, seed)
+        if index is None:
+            return
+        expected = self.open[name].clone()
+        values = numbers(len(index) * expected[:1].nbytes, seed).view(len(index), *expected.shape[1:])
+        rows = self.store.rows(name)
+        try:
+            rows.add(index, values) if adds else rows.put(index, values)
+        except LeaseError:  # as in write_part
+            assert name in self.leased
+            return
+        for number, value in zip(index.tolist(), values, strict=True):
+            expected[number] = expected[number] + value if adds else value
+        self.open[name] = expected
+        if values.numel():
+            self.leased.discard(name)
+
+    @rule(name=NAMES, seed=SEEDS)
+    def read_rows(self, name: str, seed: int) -> None:
+        index = self._index(name, seed)
+        if index is not None:
+            assert same(self.store.rows(name).get(index), self.open[name][index])
+
+    def _index(self, name: str, seed: int) -> torch.Tensor | None:
+        """Return some rows of the table of ``name``, repeats among them; None where it is no table of bytes."""
+        table = self.open.get(name)
+        if table is None or table.dtype != torch.uint8 or not table.dim() or not len(table):
+            return None
+        rng = random.Random(seed)
+        return torch.tensor([rng.randrange(-len(table), len(table)) for _ in range(rng.choice((0, 1, 3, 9)))]).long()
 
     @precondition(lambda self: self.external)
     @rule(name=NAMES, source=st.sampled_from(["small", "large"]))

@@ -5,33 +5,44 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.store import test_external, test_parts
+import torch
+
+from tests.store import test_external, test_parts, test_rows
 from tests.store.mutants import Patch, mutant
-from tiered.store.format.row import Page, Row
+from tiered.errors import CorruptionError
+from tiered.store.format.places import Places, extents_of
+from tiered.store.format.row import Row
 from tiered.store.lifetime import external as external_module
-from tiered.store.residency.paged_rows import Pages, places_of
+from tiered.store.residency.paged_rows import Pages
 from tiered.store.residency.swap_in_out import Shortage
+from tiered.store.rows.gather import Gather
+from tiered.store.rows.rows import _RowWrite
+from tiered.store.rows.scatter import Scatter
 from tiered.store.space.space import Readers
 from tiered.store.transfers.external_read import ExternalRead
-from tiered.store.values.parts import PartWrite
 
 __all__: list[str] = []
 
 
+def rows_agree() -> None:
+    try:
+        test_rows.test_rows_are_those_of_a_tensor_in_memory((1024,), torch.float32, 1, 200)
+    except CorruptionError as error:  # bytes of another time
+        raise AssertionError from error
+
+
 @mutant(test_parts.test_parts_that_no_commit_has_leave_the_tensor_as_it_was_committed)
 def blocks_are_written_in_place(patch: Patch) -> None:
-    begin = PartWrite._begin
+    begin = Scatter._begin
 
-    def begin_in_place(write: PartWrite, nbytes: int) -> Any:
+    def begin_in_place(write: Scatter, nbytes: int) -> Any:
         target: Any = begin(write, nbytes)
         if target is None or isinstance(target, Shortage) or target.row.pages is None:
             return target
-        first = target.new.base_block
-        page: Page = target.row.pages.page(target.row, 0)
-        (places,) = places_of(page, target.row.block_nbytes, [range(first, first + target.new.num_blocks)])
-        return target._replace(new=replace(target.new, extents=places))
+        places = Places.of(target.row.pages.page(target.row, 0).places, target.row.block_nbytes)
+        return target._replace(new=replace(target.new, extents=tuple(extents_of(places.take(target.blocks)))))
 
-    patch.setattr(PartWrite, "_begin", begin_in_place)
+    patch.setattr(Scatter, "_begin", begin_in_place)
     patch.setattr(Readers, "give_up", lambda readers, extents, version=None: [])  # which would free what is in use
 
 
@@ -55,6 +66,24 @@ def all_pages_are_written_with_each_commit(patch: Patch) -> None:
         pages.change({number: before.page(row, number) for number in range(16)})
 
     patch.setattr(Pages, "inherit", inherit_all)
+
+
+@mutant(test_rows.test_a_flipped_bit_names_row_file_and_offset)
+def rows_are_not_checked(patch: Patch) -> None:
+    patch.setattr(Gather, "_first_bad", lambda gather, *block: None)
+
+
+@mutant(rows_agree)
+def pages_stay_decoded_as_they_were(patch: Patch) -> None:
+    patch.setattr(Pages, "own", lambda pages, number: (None, 0))
+
+
+@mutant(rows_agree)
+def rows_are_put_that_should_be_added(patch: Patch) -> None:
+    init = _RowWrite.__init__
+    patch.setattr(
+        _RowWrite, "__init__", lambda write, values, *where, needs_old: init(write, values, *where, needs_old=False)
+    )
 
 
 @mutant(test_external.test_a_flipped_bit_is_found_with_its_file_and_offset)

@@ -96,12 +96,12 @@ def test_only_changed_pages_are_written(home: Any) -> None:
         catalog.apply(root_of(1), [row], [])
         catalog.apply(root_of(2), [part], [], keeps_before=True)
         catalog.load()
-        assert [catalog.page(paged(row), number) for number in range(3)] == [first, newer, third]
+        assert [*catalog.pages(paged(row), range(3))] == [first, newer, third]
     with closing(home.reopen()) as catalog:
         assert loaded(catalog) == (root_of(2), [replace(part, pages=None)])
         assert list(catalog.load(1)[1]) == [paged(row)]
         catalog.discard()
-        assert [catalog.page(paged(row), number) for number in range(3)] == [first, second, third]
+        assert [*catalog.pages(paged(row), range(3))] == [first, second, third]
         catalog.apply(root_of(2), [], [1])
         assert loaded(catalog) == (root_of(2), [])
 
@@ -191,9 +191,9 @@ def test_damage_to_a_page_is_found_when_it_is_read(tmp_path: Path) -> None:
             with closing(sqlite3.connect(home.path)) as connection, connection:
                 connection.execute(sql, values)
             with pytest.raises(CorruptionError, match=message) as caught:
-                catalog.page(paged(row), 1)
+                catalog.pages(paged(row), [1])
             assert (caught.value.file, caught.value.key) == (str(home.path), "key 1")
-            assert catalog.page(paged(row), 0) == next(pages_of(row))
+            assert catalog.pages(paged(row), [0])[0] == next(pages_of(row))
         with closing(sqlite3.connect(home.path)) as connection, connection:
             connection.execute("UPDATE pages SET page = -1 WHERE page = 2")
         with pytest.raises(CorruptionError, match="no such page can be"):
@@ -257,7 +257,7 @@ def test_a_reader_of_the_generation_before_has_its_pages() -> None:
         with closing(SimulatedCatalog(disk)) as catalog:
             root, rows = catalog.load(chosen)
             (row,) = rows
-            page = catalog.page(row, 0)
+            (page,) = catalog.pages(row, [0])
         assert root.generation == chosen and page.written and max(page.written[::8]) == chosen
     together.error, together.chosen = None, 2
     with simulated_store(disk, confirmation=together) as store:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,11 @@ def test_a_page_that_goes_while_a_reader_asks_for_it_is_no_damage() -> None:
             store["a"] = numbers(LARGE, 2)
             store.commit()
 
-        def late(row: Row, number: int) -> Page:
+        def late(row: Row, numbers: Sequence[int]) -> list[Page]:
             if pages._read is late:
                 pages._read = from_catalog
                 in_thread(replace)
-            return from_catalog(row, number)
+            return from_catalog(row, numbers)
 
         pages._read = late
         assert torch.equal(read(store, row), value)
@@ -215,7 +215,7 @@ def test_a_part_of_an_adopted_tensor_undoes_no_write_that_has_returned(tmp_path:
 def test_who_waits_for_memory_keeps_nobody_from_writing_the_key() -> None:
     with simulated_store(budget_nbytes=64 * KiB) as store:
         store.put("a", numbers(60_000, 1), block_size="4KiB")
-        store["other"] = numbers(44_000, 2)
+        store["other"] = numbers(60_000, 2)
         store.commit()
         stored(store.working_set, "a", "other")
         with store.lease("other", "r"):

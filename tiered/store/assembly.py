@@ -163,7 +163,7 @@ def _assemble(
         space,
         condition,
         root,
-        read_page=None if parts.catalog is None else parts.catalog.page,
+        read_pages=None if parts.catalog is None else parts.catalog.pages,
         durable=parts.catalog is not None,
         deadline_s=deadline_s,
         refusals=refusals,

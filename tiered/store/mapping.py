@@ -17,6 +17,7 @@ from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.residency.lease_view import LeaseBlock, Mode
 from tiered.store.residency.residency import Lease, Residency
+from tiered.store.rows.rows import PartAccess, Rows
 from tiered.store.values.batches import get_many, put_many
 from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
@@ -35,6 +36,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
     _refusals: Refusals
     _condition: threading.Condition
     _producers: Producers
+    _access: PartAccess
     _values: Values
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -78,7 +80,7 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         Only the blocks that they are in are read, and none becomes resident. Blocks. Raises KeyError, ValueError,
         LeaseError, CorruptionError.
         """
-        return self._values.parts.read(self._producers.settled(key), start, stop)
+        return self._access.read_part(self._producers.settled(key), start, stop)
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over as many elements of the flattened tensor of ``key``, from element ``start`` on; blocks.
@@ -88,7 +90,23 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         DRAM alone: then they are changed there, which an open lease of the key refuses; or in an external file: then
         all of it is copied to the store's own. Raises KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
         """
-        self._values.parts.write(self._producers.settled(key), start, value)
+        self._access.write_part(self._producers.settled(key), start, value)
+
+    def rows(self, keys: str | Iterable[str]) -> Rows:
+        """Return the rows of the tensor of a key, (number of rows, ...), or of several keys as one table, in order.
+
+        Nothing is read. KeyError; ValueError for keys whose rows differ, UsageError for a tensor without dimensions.
+        """
+        return Rows(self._access, self._producers.settled, [keys] if isinstance(keys, str) else list(keys))
+
+    def create_rows(self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype) -> Rows:
+        """Make ``key`` a table of zeros, (num_rows, *row_shape), in blocks of 4 KiB, and return its rows; blocks.
+
+        It is written to the device at once, and nothing of it is in DRAM; a commit makes it durable.
+        """
+        spec = Spec(dtype, (num_rows, *row_shape), self.working_set.space.alignment)
+        self._values.put_zeros(self._producers.settled(key), spec)
+        return self.rows(key)
 
     def adopt(self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.

@@ -24,6 +24,7 @@ from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_pa
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks
+from tiered.store.rows.rows import PartAccess
 from tiered.store.values.streaming import VerifyReport
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.refusals import Service
@@ -117,6 +118,7 @@ class Store(TensorMapping):
         )
         self._parts, self.external, self._producers = parts, parts.external, self._generations.producers
         self._condition, self._refusals = self.working_set.condition, self.working_set.refusals
+        self._access = PartAccess(self.working_set)
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)

@@ -202,9 +202,9 @@ class SqliteCatalog:
         """Return the newest generation and what ``kept`` does, both of one moment: for a look beside a live writer."""
         return self._look("load", lambda connection: (*self._load(connection, None), self._names(connection)))
 
-    def page(self, row: Row, number: int) -> Page:
-        """Return a page of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
-        return self._look("read", lambda connection: self._load_page(connection, row, number))
+    def pages(self, row: Row, numbers: Sequence[int]) -> list[Page]:
+        """Return pages of ``row`` in the generation that was loaded or committed last. Raises CorruptionError."""
+        return self._look("read", lambda connection: [self._load_page(connection, row, number) for number in numbers])
 
     def _settle(self) -> None:
         """Once, when it is ours to write: make durable the state that later writes build on."""

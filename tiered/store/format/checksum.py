@@ -6,6 +6,7 @@ do not match.
 """
 
 import struct
+from collections.abc import Iterable
 
 import xxhash
 
@@ -21,6 +22,7 @@ __all__ = [
     "block_seed",
     "digest",
     "num_blocks",
+    "scattered_digests",
 ]
 
 BLOCK_NBYTES = 4 * MiB
@@ -61,6 +63,20 @@ def block_digests(
         seed = block_seed(store_uuid, key_id, first_block + start // block_nbytes, generation)
         found += xxhash.xxh3_64_intdigest(memory[start : start + block_nbytes], seed).to_bytes(DIGEST_NBYTES, "little")
     return bytes(found)
+
+
+def scattered_digests(
+    memory: memoryview,
+    store_uuid: bytes,
+    key_id: int,
+    blocks: Iterable[tuple[int, int, int, int]],
+) -> list[int]:
+    """Return the digest of each of ``blocks``: its first byte in ``memory``, how many, its number, its generation."""
+    hashed, pack = xxhash.xxh3_64_intdigest, _PLACE.pack  # bound once: a row of 4 KiB takes 1.5 us
+    return [
+        hashed(memory[start : start + nbytes], hashed(store_uuid + pack(key_id, block, generation)))
+        for start, nbytes, block, generation in blocks
+    ]
 
 
 def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
@@ -29,6 +30,7 @@ from tiered.store.format.checksum import (
 from tiered.store.format.root import LIMIT, ExternalFile, RootHeader
 
 __all__ = [
+    "EXTENT_DTYPE",
     "EXTENT_NBYTES",
     "EXTERNAL",
     "HERE",
@@ -52,6 +54,7 @@ __all__ = [
     "extents_problem",
     "is_kept",
     "join",
+    "pack",
     "page_digest",
     "pages_of",
     "part_of",
@@ -130,7 +133,7 @@ INLINE_NBYTES = 1024
 """Tensors of at most this many bytes live in their catalog row; part of the disk format."""
 
 _ROW = struct.Struct("<QQIIBBBB")
-_EXTENT = struct.Struct("<HIQQ")
+_EXTENT = struct.Struct("<HiQQ")
 _RANGE = struct.Struct("<QIQQ")
 _PAGE = struct.Struct("<QII")
 
@@ -145,6 +148,9 @@ KIND_AT = 26
 
 EXTENT_NBYTES = _EXTENT.size
 """Bytes of one extent in a row."""
+
+EXTENT_DTYPE = np.dtype([("device", "<u2"), ("file", "<i4"), ("offset", "<u8"), ("nbytes", "<u8")])
+"""An extent in a row, as an array has it. Files of a catalog have numbers below 2**31; SCRATCH, in memory alone, -1."""
 
 unpack_header = _ROW.unpack_from
 """Return generation, nbytes, the numbers of name bytes, extents, dtype bytes, dimensions, the kind, the block shift."""
@@ -209,9 +215,13 @@ class Page(NamedTuple):
     """Extents and digests of ``PAGE_BLOCKS`` blocks of a record, or of as many as are left at its end."""
 
     generation: int  # of all blocks, where ``written`` does not say otherwise
-    extents: tuple[Extent, ...]
+    places: bytes  # of the extents, an ``EXTENT_DTYPE`` each
     digests: bytes
     written: bytes  # as in a row; b"" where all blocks are of ``generation``
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        return tuple(map(Extent._make, _EXTENT.iter_unpack(self.places)))
 
 
 def encode_row(row: Row, store_uuid: bytes) -> tuple[bytes, bytes]:
@@ -278,6 +288,11 @@ def part_of(row: Row, first: int, blocks: int) -> Row:
     )  # fmt: skip
 
 
+def pack(extents: Iterable[Extent]) -> bytes:
+    """Return ``extents`` as the places of a page."""
+    return b"".join(_EXTENT.pack(*extent) for extent in extents)
+
+
 def pages_of(row: Row) -> Iterator[Page]:
     """Yield the pages of a row that has all its extents and digests, and too many of them to keep them in itself."""
     if row.is_paged or _kind(row) != PAGED:
@@ -289,14 +304,13 @@ def pages_of(row: Row) -> Iterator[Page]:
         is_last = first + blocks == row.num_blocks
         extents = tuple(pieces(row.extents, start, sum(e.nbytes for e in row.extents) - start if is_last else nbytes))
         digests = row.digests[DIGEST_NBYTES * first : DIGEST_NBYTES * (first + blocks)]
-        yield Page(row.generation, extents, digests, row.written[8 * first : 8 * (first + blocks)])
+        yield Page(row.generation, pack(extents), digests, row.written[8 * first : 8 * (first + blocks)])
 
 
 def encode_page(page: Page) -> bytes:
     """Return the body of ``page``."""
-    places = b"".join(_EXTENT.pack(*extent) for extent in page.extents)
-    header = _PAGE.pack(page.generation, len(page.extents), bool(page.written))
-    return b"".join((header, places, page.digests, page.written))
+    header = _PAGE.pack(page.generation, len(page.places) // EXTENT_NBYTES, bool(page.written))
+    return b"".join((header, page.places, page.digests, page.written))
 
 
 def decode_page(body: bytes, blocks: int) -> Page:
@@ -307,8 +321,7 @@ def decode_page(body: bytes, blocks: int) -> Page:
     expected_nbytes = written_at + (8 * blocks if has_written else 0)
     if has_written > 1 or expected_nbytes != len(body):
         raise ValueError(f"it has {len(body)} bytes, its fields need {expected_nbytes}")
-    extents = tuple(map(Extent._make, _EXTENT.iter_unpack(body[_PAGE.size : digests_at])))
-    return Page(generation, extents, body[digests_at:written_at], body[written_at:])
+    return Page(generation, body[_PAGE.size : digests_at], body[digests_at:written_at], body[written_at:])
 
 
 def page_digest(key_id: int, page: int, body: bytes, seed: int) -> bytes:

@@ -10,7 +10,9 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tiered.bytes.arena import Buffer, Watched
 from tiered.errors import LeaseError, UsageError
@@ -138,26 +140,25 @@ class LeaseNeeds(enum.Enum):
 class BlockWrites:
     """Blocks of a record that were written by themselves since the last seal, each to an extent of its own."""
 
-    __slots__ = ("fresh", "owns_all", "superseded")
+    __slots__ = ("_are_fresh", "owns_all", "superseded")
 
-    def __init__(self, *, owns_all: bool) -> None:
+    def __init__(self, num_blocks: int, *, owns_all: bool) -> None:
         self.owns_all = owns_all  # all other blocks are of the open generation, too, and none is another's
-        self.fresh: dict[int, int] = {}  # page -> a bit for each of its blocks that a rollback gives back
         self.superseded: list[Extent] = []  # where the last sealed version has these blocks; a commit gives them back
+        self._are_fresh = np.zeros(0 if owns_all else num_blocks, np.bool_)  # of all blocks: a rollback gives them back
 
-    def runs(self, page: int, blocks: range) -> list[tuple[bool, range]]:
-        """Return the ``blocks`` of a page in ranges of those that are fresh, or not."""
-        bits = self.fresh.get(page, 0) >> blocks.start & (1 << len(blocks)) - 1
-        if self.owns_all or not bits or bits == (1 << len(blocks)) - 1:
-            return [(self.owns_all or bool(bits), blocks)]
-        runs = itertools.groupby(blocks, lambda block: bool(bits >> block - blocks.start & 1))
-        found = [(is_fresh, list(run)) for is_fresh, run in runs]
-        return [(is_fresh, range(run[0], run[-1] + 1)) for is_fresh, run in found]
+    def are_fresh(self, blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of ``blocks`` a rollback gives back."""
+        return np.ones(len(blocks), np.bool_) if self.owns_all else self._are_fresh[blocks]
 
-    def add(self, page: int, blocks: range) -> None:
-        """Note that ``blocks`` of a page are fresh."""
+    def add(self, blocks: NDArray[np.int64]) -> None:
+        """Note that ``blocks`` are fresh."""
         if not self.owns_all:
-            self.fresh[page] = self.fresh.get(page, 0) | (1 << len(blocks)) - 1 << blocks.start
+            self._are_fresh[blocks] = True
+
+    def fresh(self) -> NDArray[np.int64]:
+        """Return the blocks that are fresh, but for a record that owns all."""
+        return np.flatnonzero(self._are_fresh)
 
 
 def tensor_over(flat: torch.Tensor, spec: Spec) -> torch.Tensor:

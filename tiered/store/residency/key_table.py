@@ -13,13 +13,13 @@ import logging
 import operator
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, ExternalRange, Row, Spec, decode_row
 from tiered.store.residency.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
-from tiered.store.residency.paged_rows import PageChange, PagedRows, Pages, ReadPage, Replaced, num_pages
+from tiered.store.residency.paged_rows import BlockChange, PagedRows, Pages, ReadPages, Replaced, num_pages
 from tiered.store.space.space import Readers
 from tiered.units import format_bytes
 
@@ -59,11 +59,11 @@ class Entries:
     then on the entry exists, always the same. ``peek`` is for callers that only look.
     """
 
-    __slots__ = ("_entries", "_read_page")
+    __slots__ = ("_entries", "_read_pages")
 
-    def __init__(self, read_page: ReadPage | None = None) -> None:
+    def __init__(self, read_pages: ReadPages | None = None) -> None:
         self._entries: dict[str, Entry | bytes] = {}
-        self._read_page = read_page
+        self._read_pages = read_pages
 
     def fill(self, rows: CommittedRows) -> None:
         """Take over all of ``rows``; the table is empty."""
@@ -124,7 +124,7 @@ class Entries:
     def _entry(self, encoded: bytes) -> Entry:
         row = decode_row(encoded)
         if row.is_paged:
-            row = replace(row, pages=Pages(self._read_page, Readers()))
+            row = replace(row, pages=Pages(self._read_pages, Readers()))
         entry = Entry(row.name, row.key_id, Spec.of(row), scratch=False)
         entry.row = entry.committed = row
         entry.state = EntryState.STORED
@@ -148,7 +148,7 @@ class KeyTable(PagedRows):
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries = Entries(self.read_page)
+        self.entries = Entries(self.read_pages)
         self.sealed: Sealed | None = None  # the running commit
         self.changed: dict[Entry, None] = {}  # since the last seal; an ordered set
         self.removed: dict[Entry, None] = {}  # deleted since the last seal, and not new since then
@@ -320,10 +320,10 @@ class KeyTable(PagedRows):
         entry.row = self.kept_row(row)
         entry.state = EntryState.STORED
 
-    def parts_written(self, entry: Entry, row: Row, changes: Mapping[int, PageChange]) -> None:
+    def parts_written(self, entry: Entry, row: Row, change: BlockChange) -> None:
         """Note that blocks of ``entry`` were written by themselves; see ``PagedRows._note_blocks``."""
         is_sealed = not entry.scratch and entry not in self.changed
-        self._note_blocks(entry, row, changes, is_sealed=is_sealed, generation=self.open_generation)
+        self._note_blocks(entry, row, change, is_sealed=is_sealed, generation=self.open_generation)
         entry.outdate()
         if not entry.scratch:
             self.changed[entry] = None

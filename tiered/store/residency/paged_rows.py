@@ -8,33 +8,34 @@ block that is written goes to fresh extents, and those it had stay as they are u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
+
 from tiered.errors import CorruptionError
-from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
-from tiered.store.format.row import Extent, Page, Row, cut, join, pages_of
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.places import Ints, Places, extents_of
+from tiered.store.format.row import Extent, Page, Row, join, pack, pages_of
 from tiered.store.residency.entry import BlockWrites, Entry, EntryState
 from tiered.store.space.space import Readers, Space
 from tiered.store.waiting.deferred_seal import DeferredSeal
 from tiered.units import divide_up
 
 __all__ = [
-    "PageChange",
+    "BlockChange",
     "PagedRows",
     "Pages",
-    "ReadPage",
+    "ReadPages",
     "Replaced",
     "hand_out_pages",
     "look_up_pages",
     "num_pages",
-    "places_of",
 ]
 
 
-ReadPage = Callable[[Row, int], Page]
+ReadPages = Callable[[Row, Sequence[int]], list[Page]]
 
 
 def num_pages(row: Row) -> int:
@@ -52,8 +53,8 @@ class Pages:
 
     __slots__ = ("_own", "_read", "changed", "readers", "version")
 
-    def __init__(self, read: ReadPage | None, readers: Readers) -> None:
-        """``read`` reads a page of the catalog; None where there is none, and all pages stay in memory."""
+    def __init__(self, read: ReadPages | None, readers: Readers) -> None:
+        """``read`` reads pages of the catalog; None where there is none, and all pages stay in memory."""
         readers.last_version += 1
         self.version = readers.last_version
         self.readers = readers
@@ -71,19 +72,30 @@ class Pages:
 
     def page(self, row: Row, number: int) -> Page:
         """Return a page of ``row``, whose version this is; may block. Raises CorruptionError, DeviceError."""
-        found = self._own.get(number)
-        if found is None:
-            assert self._read is not None, f"page {number} of {row.name!r} is not in memory, and there is no catalog"
+        return self.some(row, (number,))[0]
+
+    def some(self, row: Row, numbers: Sequence[int]) -> list[Page]:
+        """Return the pages ``numbers`` of ``row``, whose version this is; may block. CorruptionError, DeviceError."""
+        own = self._own  # order: the same one throughout, for a commit that has these pages begins another
+        missing = [number for number in numbers if number not in own]
+        found: dict[int, Page] = {}
+        if missing:
+            assert self._read is not None, f"pages {missing} of {row.name!r} are not in memory, and there is no catalog"
             try:
-                found = self._read(row, number)
+                found = dict(zip(missing, self._read(row, missing), strict=True))
             except CorruptionError:
-                kept = self._own.get(number)
-                if kept is None:
+                if not all(number in own for number in missing):
                     raise
-                return kept
-            # Order: a commit that put another page there, or none, had kept this one before.
-            found = self._own.get(number, found)
-        return found
+        # Order: a commit that put other pages there, or none, had kept these before.
+        return [own.get(number) or found[number] for number in numbers]
+
+    def own(self, number: int) -> tuple[Page | None, int]:
+        """Return the page that is in memory for this version, or None and a number that the catalog's own page has.
+
+        That page is another one as soon as the number is. Under no lock.
+        """
+        page = self._own.get(number)
+        return page, (self.readers.stamps.get(number, 0) if page is None else 0)
 
     def all(self, row: Row) -> Iterator[Page]:
         """Yield all pages in order; may block."""
@@ -107,27 +119,17 @@ class Pages:
 
     def written(self) -> None:
         """Note that the catalog has all pages of this version."""
+        # Order: from here on readers take these pages from the catalog, under a number that no page before had.
+        self.readers.stamps.update(dict.fromkeys(self.changed, self.version))
         self.changed, self._own = {}, {}
 
 
-def places_of(page: Page, block_nbytes: int, runs: Iterable[range]) -> Iterator[tuple[Extent, ...]]:
-    """Yield where each of ``runs``, ascending ranges of blocks of ``page``, lies; the last one with what is behind."""
-    blocks = len(page.digests) // DIGEST_NBYTES
-    stored = sum(extent.nbytes for extent in page.extents)
-    sizes, end = [], 0
-    for run in runs:
-        start, stop = run.start * block_nbytes, stored if run.stop == blocks else run.stop * block_nbytes
-        sizes += [start - end, stop - start]
-        end = stop
-    return islice(cut(page.extents, sizes), 1, None, 2)
+class BlockChange(NamedTuple):
+    """Some blocks of a record that went to other places."""
 
-
-class PageChange(NamedTuple):
-    """A page before and after some of its blocks went to other places."""
-
-    before: Page
-    after: Page
-    blocks: range  # of the page
+    pages: Mapping[int, Page]  # that these are in, as they are to be
+    blocks: Ints
+    old: Places  # where these were
 
 
 # -- paging ------------------------------------------------------------------------------------------------------------
@@ -147,13 +149,13 @@ class PagedRows(DeferredSeal):
     """The pages of a store's records, and where their blocks go."""
 
     space: Space
-    read_page: ReadPage | None  # reads a page of a row of the last committed generation, and blocks; None: nothing is
+    read_pages: ReadPages | None  # reads pages of a row of the last committed generation, and blocks; None: nothing is
 
     def kept_row(self, row: Row) -> Row:
         """Return ``row``, which has all its extents and digests, as an entry keeps it: in pages, if there are many."""
         if row.nbytes <= row.block_nbytes * PAGE_BLOCKS or row.inline is not None:
             return row
-        pages = Pages(self.read_page, Readers())
+        pages = Pages(self.read_pages, Readers())
         pages.change(dict(enumerate(pages_of(row))))
         return replace(row, extents=(), digests=b"", written=b"", is_paged=True, pages=pages)
 
@@ -163,38 +165,30 @@ class PagedRows(DeferredSeal):
         assert row is not None and row.inline is None and entry.state is EntryState.STORED, entry
         if not row.is_paged:
             # Order: versions that were rolled back may be read still, and stand on the same extents.
-            pages = Pages(self.read_page, self.space.derived(row.extents) or Readers(row.extents))
-            pages.keep({0: Page(row.generation, row.extents, row.digests, b"")})
+            pages = Pages(self.read_pages, self.space.derived(row.extents) or Readers(row.extents))
+            pages.keep({0: Page(row.generation, pack(row.extents), row.digests, b"")})
             row = replace(row, is_paged=True, extents=(), digests=b"", pages=pages)
         return row
 
-    def _note_blocks(
-        self, entry: Entry, row: Row, changes: Mapping[int, PageChange], *, is_sealed: bool, generation: int
-    ) -> None:
+    def _note_blocks(self, entry: Entry, row: Row, change: BlockChange, *, is_sealed: bool, generation: int) -> None:
         """Note that some blocks of ``entry`` are no more where ``row``, its newest, has them.
 
-        ``row`` is from ``row_in_pages``, ``changes`` are of the pages that the blocks are in.
-        ``is_sealed``: ``row`` belongs to a generation that was sealed, so its extents stay.
+        ``row`` is from ``row_in_pages``. ``is_sealed``: it belongs to a generation that was sealed: its extents stay.
         """
         before = row.pages
         assert isinstance(before, Pages)
-        later = Pages(self.read_page, before.readers)
+        later = Pages(self.read_pages, before.readers)
         later.inherit(before, is_sealed=is_sealed)
-        later.change({number: change.after for number, change in changes.items()})
+        later.change(change.pages)
         if entry.parts is None:
-            entry.parts = BlockWrites(owns_all=not is_sealed)
+            entry.parts = BlockWrites(row.num_blocks, owns_all=not is_sealed)
             if is_sealed and entry.row is not None and not entry.row.is_paged:
                 self.space.derive(entry.row.extents, before.readers)
             entry.landing = None  # its extents are those of all blocks
         parts = entry.parts
-        free: list[Extent] = []
-        superseded: list[Extent] = []
-        for number, change in changes.items():
-            runs = parts.runs(number, change.blocks)
-            places = places_of(change.before, row.block_nbytes, (run for _, run in runs))
-            for (is_fresh, _), place in zip(runs, places, strict=True):
-                (free if is_fresh else superseded).extend(place)
-            parts.add(number, change.blocks)
+        is_fresh = parts.are_fresh(change.old.start // row.block_nbytes)
+        parts.add(change.blocks)
+        free, superseded = extents_of(change.old.take(is_fresh)), extents_of(change.old.take(~is_fresh))
         parts.superseded += join(superseded)
         self.space.give_back_when_read(free, before.readers, later.version)
         entry.row = replace(row, generation=generation, pages=later)
@@ -234,7 +228,10 @@ def look_up_pages(replaced: Iterable[Replaced]) -> dict[Entry, dict[int, Page]]:
 
     Raises CorruptionError, DeviceError.
     """
-    return {each.entry: {number: each.pages.page(each.row, number) for number in each.numbers} for each in replaced}
+    return {
+        each.entry: dict(zip(each.numbers, each.pages.some(each.row, list(each.numbers)), strict=True))
+        for each in replaced
+    }
 
 
 def hand_out_pages(
@@ -251,11 +248,10 @@ def hand_out_pages(
 
 def _fresh(row: Row, pages: Pages, parts: BlockWrites) -> Iterator[Extent]:
     """Yield where the fresh blocks of ``row`` lie."""
-    for number in parts.fresh:
-        page = pages.changed[number]
-        runs = parts.runs(number, range(len(page.digests) // DIGEST_NBYTES))
-        for place in places_of(page, row.block_nbytes, (run for is_fresh, run in runs if is_fresh)):
-            yield from place
+    blocks = parts.fresh()
+    for number in np.unique(blocks // PAGE_BLOCKS).tolist():
+        places = Places.of(pages.changed[number].places, row.block_nbytes)
+        yield from extents_of(places.take(parts.are_fresh(places.start // row.block_nbytes + number * PAGE_BLOCKS)))
 
 
 def _extents(pages: Iterable[Page]) -> Iterator[Extent]:

@@ -23,7 +23,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.row import MAX_NUM_DIMS, Spec, is_kept
 from tiered.store.residency.entry import Alias, Entry, EntryState, Granted, LeaseNeeds, Residence, tensor_over
 from tiered.store.residency.memory_wait import Callbacks, MemoryWait
-from tiered.store.residency.paged_rows import ReadPage
+from tiered.store.residency.paged_rows import ReadPages
 from tiered.store.space.space import Space
 from tiered.store.transfers.checked_transfer import Transfer
 from tiered.store.waiting.calling_thread import refuse_modes, this_thread
@@ -102,7 +102,7 @@ class Residency(MemoryWait):
         condition: Condition,
         root: Root,
         *,
-        read_page: ReadPage | None,
+        read_pages: ReadPages | None,
         durable: bool,
         deadline_s: float,
         refusals: Refusals,
@@ -113,7 +113,7 @@ class Residency(MemoryWait):
         self.durable, self.generation, self.next_key_id = durable, root.generation, root.next_key_id
         self.refusals, self.mark = refusals, refusals.mark
         self.check, self.refuse = refusals.check, refusals.refuse  # order: no call more than the refusal itself
-        self.read_page, self.callbacks = read_page, weakref.ref(callbacks)
+        self.read_pages, self.callbacks = read_pages, weakref.ref(callbacks)
         self.is_ending = False  # later writes would be in no commit any more
         self._num_leases = 0
         super().__init__()

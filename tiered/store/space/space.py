@@ -32,12 +32,13 @@ class Readers:
     The invariant: an extent that a version gave up is free only when nobody reads a version older than that one.
     """
 
-    __slots__ = ("_active", "_waiting", "last_version", "origin")
+    __slots__ = ("_active", "_waiting", "last_version", "origin", "stamps")
 
     def __init__(self, origin: tuple[Extent, ...] = ()) -> None:
         """``origin``: the extents of the row that the first version was before it had pages, which may be read, too."""
         self.last_version = 0
         self.origin = origin
+        self.stamps: dict[int, int] = {}  # page -> the version that a commit last wrote it for
         self._active: dict[Any, int] = {}  # how many read each version, which is a Pages of paged_rows.py
         self._waiting: list[tuple[int, list[Extent]]] = []  # a heap: the version that gave them up, the extents
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError
@@ -28,11 +27,10 @@ from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
 from tiered.store.residency.entry import EntryState
 from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
-from tiered.store.transfers.checked_transfer import submit_all
 from tiered.store.values.streaming import give_back, install, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import Values
-from tiered.store.values.window import OnDone, Window, WindowJob
+from tiered.store.values.window import Batch, OnDone, Piece, Window, WindowJob
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
@@ -52,57 +50,6 @@ def _batch_nbytes(working_set: Residency) -> int:
 def _is_small(working_set: Residency, nbytes: int) -> bool:
     """Whether records of ``nbytes`` are moved in batches: too large for a row, too small for a buffer of their own."""
     return INLINE_NBYTES < nbytes <= min(_SMALL_NBYTES, _batch_nbytes(working_set))
-
-
-class _Batch:
-    """The operations of one batch; a Movement. ``error`` is one that an operation ended with; there are no digests."""
-
-    __slots__ = ("_devices", "_lock", "_num_left", "_on_done", "_operations", "error", "is_done", "is_write")
-
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        pieces: Iterable[tuple[Extent, memoryview]],
-        io_class: IOClass,
-        on_done: OnDone,
-    ) -> None:
-        """``pieces`` are aligned and of equal length each: where on the devices, and where in memory."""
-        self.error: Exception | None = None
-        self.is_done = False  # for the window, which sets it under the store's lock
-        self.is_write = io_class is IOClass.WRITE
-        self._devices = devices
-        self._on_done = on_done
-        self._lock = threading.Lock()
-        self._operations = [
-            (
-                extent.device,
-                Operation(
-                    is_write=self.is_write,
-                    file=extent.file,
-                    offset=extent.offset,
-                    memory=memory,
-                    io_class=io_class,
-                    on_done=self._piece_done,
-                ),
-            )
-            for extent, memory in pieces
-        ]
-        self._num_left = len(self._operations)
-
-    def start(self) -> None:
-        """Submit everything."""
-        operations, self._operations = self._operations, []  # lifetime: each refers to this batch
-        submit_all(self._devices, operations)
-        if not operations:
-            self._on_done(self)
-
-    def _piece_done(self, operation: Operation) -> None:
-        with self._lock:
-            self.error = self.error or operation.error
-            self._num_left -= 1
-            is_last = not self._num_left
-        if is_last:
-            self._on_done(self)
 
 
 # -- get_many ----------------------------------------------------------------------------------------------------------
@@ -199,7 +146,7 @@ class _SmallGets:
         rows.sort(key=attrgetter("extents"))
         return rows
 
-    def _read(self, rows: list[Row], buffer: Buffer, on_done: OnDone) -> Iterator[_Batch]:
+    def _read(self, rows: list[Row], buffer: Buffer, on_done: OnDone) -> Iterator[Batch]:
         """Read ``rows``, in the order of their places, and copy them out."""
         space = self._working_set.space
         places: list[tuple[Extent, memoryview]] = []
@@ -215,7 +162,7 @@ class _SmallGets:
                 start, last = end, extent._replace(nbytes=nbytes)
             end += nbytes
             places.append((last, buffer.memory[start:end]))
-        yield _Batch(space.devices, places, IOClass.DEMAND, on_done)
+        yield Batch(space.devices, ((*extent[:3], memory) for extent, memory in places), IOClass.DEMAND, on_done)
         start = 0
         for row in rows:
             # The memory of a failed operation does not match either: the next read of the key finds the error.
@@ -305,7 +252,7 @@ class _Puts:
                 ) from error
             self._advance()
 
-    def _write(self, buffer: Buffer, on_done: OnDone) -> Iterator[_Batch]:
+    def _write(self, buffer: Buffer, on_done: OnDone) -> Iterator[Batch]:
         """Write the next small values to extents, and under key ids, of their own; then install them.
 
         The old tensors stay readable until all of the new ones have landed.
@@ -321,7 +268,7 @@ class _Puts:
         except Exception as error:
             failure = error
         if failure is not None:
-            yield _Batch((), (), IOClass.WRITE, on_done)  # order: all values before these are put first
+            yield Batch((), (), IOClass.WRITE, on_done)  # order: all values before these are put first
             raise failure
         start = 0
         for key, (spec, size) in packed.items():
@@ -330,12 +277,12 @@ class _Puts:
             self._rows.append(new_row(key_id, key, spec, generation, tuple(pieces(extents, start, size)), content))
             start += size
             key_id += 1
-        places: list[tuple[Extent, memoryview]] = []
+        places: list[Piece] = []
         start = 0
         for extent in extents:
-            places.append((extent, buffer.memory[start : start + extent.nbytes]))
+            places.append((*extent[:3], buffer.memory[start : start + extent.nbytes]))
             start += extent.nbytes
-        batch = _Batch(space.devices, places, IOClass.WRITE, on_done)
+        batch = Batch(space.devices, places, IOClass.WRITE, on_done)
         yield batch
         if batch.error is not None:
             raise batch.error

@@ -5,6 +5,7 @@ Nothing becomes resident. A stream keeps the extents it reads as they are until 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 from collections import deque
@@ -56,8 +57,8 @@ class StreamedValues:
         self._space = working_set.space
         self._condition = working_set.condition
 
-    def put(self, key: str, flat: torch.Tensor, spec: Spec, *, scratch: bool) -> None:
-        """Write ``flat``, (nbytes,) uint8 on any compute device, as the new tensor of ``key``; blocks.
+    def put(self, key: str, flat: torch.Tensor | None, spec: Spec, *, scratch: bool) -> None:
+        """Write ``flat``, (nbytes,) uint8 on any compute device, or zeros, as the new tensor of ``key``; blocks.
 
         The old tensor stays readable until all of the new one has landed.
         """
@@ -68,7 +69,10 @@ class StreamedValues:
         digests = bytearray(row.num_blocks * DIGEST_NBYTES)
 
         def write(slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
-            copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=True)
+            if flat is None:
+                ctypes.memset(buffer.address, 0, min(SLAB_NBYTES, spec.nbytes - slab * SLAB_NBYTES))
+            else:
+                copy_contiguous(buffer, flat[slab * SLAB_NBYTES : (slab + 1) * SLAB_NBYTES], to_buffer=True)
             transfer = slab_transfer(self._space, row, slab, buffer, IOClass.WRITE, on_done)
             yield transfer
             transfer.raise_error()

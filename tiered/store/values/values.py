@@ -13,10 +13,9 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.host_tensor import address_of, copy_contiguous
 from tiered.errors import UsageError
 from tiered.store.format.checksum import MIN_BLOCK_SHIFT
-from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec
+from tiered.store.format.row import INLINE_NBYTES, MAX_NUM_DIMS, ExternalRange, Row, Spec, is_kept
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.residency import ReadPastError, Residency
-from tiered.store.values.parts import PartValues
 from tiered.store.values.streaming import StreamedValues
 from tiered.store.values.tensors import check_block, flat_of, plain_value, read_resident, result_for
 from tiered.store.waiting.calling_thread import refuse_modes
@@ -37,7 +36,6 @@ class Values:
 
     def __init__(self, working_set: Residency, streams: StreamedValues) -> None:
         self.working_set = working_set
-        self.parts = PartValues(working_set)
         self._condition = working_set.condition
         self._streams = streams
         self._most_resident_nbytes = working_set.budget_bytes // 4
@@ -65,6 +63,20 @@ class Values:
             return self._put_resident(key, plain, spec)
         host = plain.cpu()
         return self._install(key, spec, ctypes.string_at(address_of(host), spec.nbytes) if spec.nbytes else b"")
+
+    def put_zeros(self, key: str, spec: Spec) -> None:
+        """Make ``key`` a tensor of ``spec`` that is all zeros, on the device alone unless it lives in its row.
+
+        Raises TypeError for a dtype that no store keeps, ValueError for a shape that no tensor has.
+        """
+        if not is_kept(spec.dtype) or any(dim < 0 for dim in spec.shape) or len(spec.shape) > MAX_NUM_DIMS:
+            raise ValueError(f"rows of {key!r}: no tensor is {spec.dtype} {list(spec.shape)}")
+        if spec.nbytes <= INLINE_NBYTES:
+            return self.put(key, torch.zeros(spec.shape, dtype=spec.dtype))
+        self.working_set.check(writing=True)
+        with self.working_set.mark:
+            self.working_set.await_seal()
+            self._streams.put(key, None, spec, scratch=not self.working_set.durable)
 
     def spec_of(self, key: str, plain: torch.Tensor, block_nbytes: int | None = None) -> Spec:
         """Return the looks of ``plain`` as the tensor of ``key``."""

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tiered.units import round_up
-from tiered.zero.formats.tile_scratch import Dither, Rows
+from tiered.zero.formats.tile_scratch import Dither, TileRows
 from tiered.zero.layout import CUT_NUMEL
 
 __all__ = [
@@ -44,13 +44,13 @@ class MasterCode(Protocol):
 
     fields: tuple[Field, ...]
 
-    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> torch.Tensor:
         """Return the masters, (numel,) fp32, in ``rows.master``; overwrites ``gradient`` and ``work``."""
 
-    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows, dither: Dither) -> None:
         """Write ``rows.master`` to ``hi`` and ``fields``; overwrites ``master``, ``gradient`` and ``work``."""
 
-    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> None:
         """Write the part of ``rows.master`` that ``hi`` lacks to ``fields``, to the nearest; ``hi`` stays as it is."""
 
     def clear(self, fields: Sequence[torch.Tensor]) -> None:
@@ -87,20 +87,20 @@ class Remainder:
 
     fields: tuple[Field, ...] = (Field(torch.int16),)
 
-    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> torch.Tensor:
         """Return the masters; clears the marks."""
         master = _join(hi, fields[0], rows)
         _where_ties_are(_undo_marks, fields[0], master.view(torch.int32), fields[1].view(torch.int32))
         return master
 
-    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows, dither: Dither) -> None:
         """Split the masters; the sign bits of the moment must be clear."""
         _split(hi, fields[0], rows)
         master = rows.master.view(torch.int32)[: hi.numel()]
         _where_ties_are(_mark, fields[0], master, fields[1].view(torch.int32))
 
     def decode_all(
-        self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: Rows
+        self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: TileRows
     ) -> list[torch.Tensor]:
         """As ``decode``, of pieces that lie one after the other in ``rows``, at multiples of CUT_NUMEL."""
         sizes = padded(his)
@@ -114,7 +114,7 @@ class Remainder:
             _undo_marks(masters[place].view(torch.int32), fields[place][1].view(torch.int32))
         return masters
 
-    def encode_all(self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: Rows) -> None:
+    def encode_all(self, his: list[torch.Tensor], fields: Sequence[Sequence[torch.Tensor]], rows: TileRows) -> None:
         """As ``encode``, where ``decode_all`` returned the masters."""
         sizes = padded(his)
         end = sum(sizes)
@@ -125,7 +125,7 @@ class Remainder:
         for place in _pieces_at(_is_marked(whole, out=rows.work.view(torch.int32)[:end]), sizes):
             _mark(bits[place], fields[place][1].view(torch.int32))
 
-    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> None:
         """As ``encode``: ``hi`` is torch's rounding of the master already."""
         self.encode(rows.gradient.view(torch.bfloat16)[: hi.numel()], fields, rows, NO_DITHER)
 
@@ -139,7 +139,7 @@ class MarkedRemainder(Remainder):
 
     fields: tuple[Field, ...] = (Field(torch.int16), Field(torch.uint8, 8))
 
-    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> torch.Tensor:
         n = hi.numel()
         bits = _join(hi, fields[0], rows).view(torch.int32)
         nonzero = rows.gradient.view(torch.uint8)[: 8 * fields[1].numel()]  # a byte per element
@@ -151,7 +151,7 @@ class MarkedRemainder(Remainder):
         bits.add_(work.clamp_(max=1), alpha=1 << 16)
         return rows.master[:n]
 
-    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows, dither: Dither) -> None:
         n = hi.numel()
         _split(hi, fields[0], rows)
         marks = _is_marked(rows.master.view(torch.int32)[:n], out=rows.work.view(torch.int32)[:n])
@@ -167,7 +167,7 @@ class MarkedRemainder(Remainder):
             field.zero_()
 
 
-def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _join(hi: torch.Tensor, lo: torch.Tensor, rows: TileRows) -> torch.Tensor:
     """Return the fp32 whose bits are (hi << 16) + lo, in ``rows.master``; overwrites ``work``."""
     n = hi.numel()
     master, work = rows.master[:n], rows.work.view(torch.int32)[:n]
@@ -177,7 +177,7 @@ def _join(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> torch.Tensor:
     return master
 
 
-def _split(hi: torch.Tensor, lo: torch.Tensor, rows: Rows) -> None:
+def _split(hi: torch.Tensor, lo: torch.Tensor, rows: TileRows) -> None:
     """Split ``rows.master`` into torch's rounding of it and its low 16 bits."""
     master = rows.master[: hi.numel()]
     hi.copy_(master)

@@ -21,7 +21,7 @@ import torch
 from tiered.units import round_up
 from tiered.zero.formats.codes import Field, MomentCode
 from tiered.zero.formats.compact_kernels import CompactKernels, compile_compact_kernels
-from tiered.zero.formats.tile_scratch import Dither, Rows, TileScratch
+from tiered.zero.formats.tile_scratch import Dither, TileRows, TileScratch
 
 __all__ = ["BLOCK_NUMEL", "COMPACT_BITS", "COMPACT_COST", "INSTALL_COMPACT", "PositiveMoment8", "Remainder8",
            "SignedMoment8", "agree", "kept_bytes", "take_root", "tried_compact_kernels"]  # fmt: skip
@@ -48,7 +48,7 @@ class Remainder8:
     def __init__(self, kernels: CompactKernels | None) -> None:
         self._kernels = kernels
 
-    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> torch.Tensor:
+    def decode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> torch.Tensor:
         """Return the masters: (hi << 16) + (remainder << 8)."""
         if (kernels := self._kernels) is not None and hi.is_cpu:
             master = rows.master[: hi.numel()]
@@ -61,7 +61,7 @@ class Remainder8:
         master.view(torch.int32).add_(work, alpha=256)
         return master
 
-    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows, dither: Dither) -> None:
+    def encode(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows, dither: Dither) -> None:
         """Round to 24 bits; half a unit of ``hi`` is added on the way, which the sign bit of the remainder undoes."""
         if (kernels := self._kernels) is not None and hi.is_cpu:
             addresses = (rows.master.data_ptr(), hi.data_ptr(), fields[0].data_ptr())
@@ -78,7 +78,7 @@ class Remainder8:
         fields[0].bitwise_xor_(-128)
         hi.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
-    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: Rows) -> None:
+    def attach(self, hi: torch.Tensor, fields: Sequence[torch.Tensor], rows: TileRows) -> None:
         """Keep the difference to 24 bits; ``hi`` is off by no more than half a unit."""
         n = hi.numel()
         work = rows.work.view(torch.int32)[:n]

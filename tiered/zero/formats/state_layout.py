@@ -28,7 +28,7 @@ from tiered.zero.formats.codes import (
 )
 from tiered.zero.formats.compact_codes import PositiveMoment8, Remainder8, SignedMoment8, tried_compact_kernels
 from tiered.zero.formats.rules import Hyperparameters, Rule
-from tiered.zero.formats.tile_scratch import Rows, TileScratch
+from tiered.zero.formats.tile_scratch import TileRows, TileScratch
 from tiered.zero.layout import TOGETHER_NUMEL
 
 __all__ = ["FORMATS", "Layout", "Layouts", "Tile"]
@@ -192,18 +192,18 @@ class Tile:
         self.encode_moments(moments, rows, scratch)
         self.encode_master(parameter, rows, scratch)
 
-    def decode_master(self, parameter: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def decode_master(self, parameter: torch.Tensor, rows: TileRows) -> torch.Tensor:
         """Return the master: (numel,), in scratch, or ``parameter`` where it is its own."""
         code = self._layout.master
         return parameter if code is None else code.decode(parameter, self.master, rows)
 
-    def encode_master(self, parameter: torch.Tensor, rows: Rows, scratch: TileScratch) -> None:
+    def encode_master(self, parameter: torch.Tensor, rows: TileRows, scratch: TileScratch) -> None:
         """Keep the master that lies in ``rows.master``, after the moments were kept."""
         code = self._layout.master
         if code is not None:
             code.encode(parameter, self.master, rows, scratch.dither)
 
-    def attach_master(self, parameter: torch.Tensor, rows: Rows) -> None:
+    def attach_master(self, parameter: torch.Tensor, rows: TileRows) -> None:
         """Keep the part of the master in ``rows.master`` that ``parameter`` lacks; ``parameter`` stays as it is."""
         assert self._layout.master is not None
         self._layout.master.attach(parameter, self.master, rows)
@@ -222,11 +222,11 @@ class Tile:
         assert self._layout.master is not None
         self._layout.master.clear(self.master)
 
-    def rows(self, scratch: TileScratch) -> Rows:
+    def rows(self, scratch: TileScratch) -> TileRows:
         """Return the rows of ``scratch`` that a tile of this layout works in."""
         return scratch.rows(small=self._layout.is_small)
 
-    def decode_moments(self, rows: Rows) -> list[torch.Tensor]:
+    def decode_moments(self, rows: TileRows) -> list[torch.Tensor]:
         """Return the moments: (numel,) each, in ``rows.spare`` unless they are kept as they are."""
         nothing = rows.work[:0]
         spare = (*rows.spare, nothing, nothing)
@@ -235,13 +235,13 @@ class Tile:
             for code, fields, row in zip(self._layout.moments, self.moments, spare, strict=False)
         ]
 
-    def encode_moments(self, values: Sequence[torch.Tensor], rows: Rows, scratch: TileScratch) -> None:
+    def encode_moments(self, values: Sequence[torch.Tensor], rows: TileRows, scratch: TileScratch) -> None:
         """Keep ``values``, which lie where ``decode_moments`` returns them."""
         for index, (code, fields) in enumerate(zip(self._layout.moments, self.moments, strict=True)):
             code.encode(values[index], fields, rows.work, scratch.dither, index + 1)
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor | None, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor | None, rows: TileRows, dtype: torch.dtype) -> torch.Tensor:
     """Return ``gradient`` in ``dtype``, times ``factor``: itself, or a copy in scratch."""
     if factor is None and gradient.dtype == dtype:
         return gradient
@@ -250,12 +250,12 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor | None, rows: Rows, dty
     return result if factor is None else result.mul_(factor)
 
 
-def _work(rows: Rows, master: torch.Tensor) -> torch.Tensor:
+def _work(rows: TileRows, master: torch.Tensor) -> torch.Tensor:
     """Return a row of scratch like ``master``."""
     return _row(rows, 1 if master.dtype == torch.float64 else 2, master.dtype)[: master.numel()]
 
 
-def _row(rows: Rows, index: int, dtype: torch.dtype) -> torch.Tensor:
+def _row(rows: TileRows, index: int, dtype: torch.dtype) -> torch.Tensor:
     """Return row ``index`` of the scratch seen as rows of ``dtype``; a row of fp64 takes two of fp32."""
     if dtype != torch.float64:
         return (rows.master, rows.gradient, rows.work)[index]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Dither", "Rows", "TileScratch"]
+__all__ = ["Dither", "TileRows", "TileScratch"]
 
 _SMALL_NUMEL = 1 << 17
 """Elements of a tile whose moments are decoded: six rows of fp32 for it are 3 MiB, two cores' L2 and a little."""
@@ -23,7 +23,7 @@ _SHIFTS = (0, 7, 12)  # of the streams: their numbers are bits of one hash
 _ALL = (32, 0)  # the kind of row 0 that is the hash itself
 
 
-class Rows(NamedTuple):
+class TileRows(NamedTuple):
     """Scratch for one tile, (numel,) fp32 each; ``spare`` has two rows more in a small tile and none in a large one."""
 
     master: torch.Tensor
@@ -48,10 +48,10 @@ class TileScratch:
     def release(self) -> None:
         """Let go of the buffer; the scratch is of no use any more."""
         nothing = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._large = self._small = Rows(nothing, nothing, nothing, ())
+        self._large = self._small = TileRows(nothing, nothing, nothing, ())
         self.dither = Dither(nothing)
 
-    def rows(self, *, small: bool) -> Rows:
+    def rows(self, *, small: bool) -> TileRows:
         """Return the rows of a small tile (``small_numel`` elements) or of a large one (``numel``)."""
         return self._small if small else self._large
 
@@ -62,8 +62,8 @@ class TileScratch:
         return max(12 * numel, 24 * small + 4 * Dither.num_words(small))
 
 
-def _rows_of(rows: torch.Tensor) -> Rows:
-    return Rows(rows[0], rows[1], rows[2], tuple(rows[3:]))
+def _rows_of(rows: torch.Tensor) -> TileRows:
+    return TileRows(rows[0], rows[1], rows[2], tuple(rows[3:]))
 
 
 class Dither:

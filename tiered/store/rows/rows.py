@@ -1,0 +1,409 @@
+"""Rows: a table in the store, read and written by row; and parts of tensors, which are ranges of one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from tiered.bytes.arena import Buffer
+from tiered.bytes.host_tensor import address_of
+from tiered.errors import UsageError
+from tiered.store.format.places import Ints
+from tiered.store.format.row import Spec
+from tiered.store.residency.entry import EntryState
+from tiered.store.residency.residency import ReadPastError, Residency
+from tiered.store.rows.block_places import BlockPlaces
+from tiered.store.rows.gather import Bytes, Gather, Pieces, Segments, put_rows, take_rows
+from tiered.store.rows.scatter import NewBytes, Scatter
+from tiered.store.values.tensors import new_tensor, plain_value, read_resident, result_for
+from tiered.store.waiting.calling_thread import refuse_modes
+
+__all__ = ["PartAccess", "Rows"]
+
+
+class _Sink(Protocol):
+    """Ranges of a record that are to be read, and a place for their bytes."""
+
+    def segments(self, spec: Spec) -> Segments:
+        """Return the ranges to read of a record of ``spec``. Raises ValueError, UsageError."""
+
+    def use(self, pieces: Pieces, memory: Bytes) -> None:
+        """Copy the bytes of ``pieces``, which are of these segments, out of ``memory``."""
+
+
+class PartAccess:
+    """Reads and writes of parts of records. One write of a key at a time; all methods are thread-safe."""
+
+    def __init__(self, working_set: Residency) -> None:
+        self._working_set = working_set
+        self._space = working_set.space
+        self._condition = working_set.condition
+        self._gather = Gather(working_set, BlockPlaces(working_set))
+        self._writing: set[str] = set()  # keys
+
+    def spec(self, key: str) -> Spec:
+        """Return the looks of ``key``. KeyError; raises UsageError for a tensor that has no rows."""
+        self._working_set.check(writing=False)
+        with self._condition:
+            entry = self._working_set.shown(key)
+        if entry is None:
+            raise KeyError(key)
+        if not entry.spec.shape:
+            raise UsageError(f"rows of {key!r}: it has no dimension; expected (number of rows, ...)")
+        return entry.spec
+
+    def read(self, key: str, sink: _Sink, row_nbytes: int = 0) -> None:
+        """Give ``sink`` what it wants of ``key``; blocks. KeyError, CorruptionError, DeviceError, LeaseError."""
+        refuse_modes("read_part", key)
+        self._working_set.check(writing=False)
+        with self._working_set.mark:
+            while True:
+                with contextlib.suppress(ReadPastError):  # the bytes have left DRAM: look again
+                    return self._read(key, sink, row_nbytes)
+
+    def _read(self, key: str, sink: _Sink, row_nbytes: int) -> None:
+        with self._condition:
+            self._working_set.catch_up()
+            entry = self._working_set.shown(key)
+            if entry is None:
+                raise KeyError(key)
+            segments = sink.segments(entry.spec)
+            row = entry.row if entry.state is EntryState.STORED else None
+            if row is not None and row.inline is None and segments.nbytes:
+                self._space.begin_stream(row)
+        if not segments.nbytes:
+            return
+        if row is None:
+            self._read_resident(key, sink)
+        elif row.inline is not None:
+            sink.use(_all_of(segments), np.frombuffer(row.inline, np.uint8))
+        else:
+            self._gather.run(row, segments, sink.use, row_nbytes=row_nbytes)
+
+    def _read_resident(self, key: str, sink: _Sink) -> None:
+        def copy(spec: Spec, buffer: Buffer) -> None:
+            # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
+            segments = sink.segments(spec)
+            if segments.nbytes:
+                sink.use(_all_of(segments), np.frombuffer(buffer.memory, np.uint8))
+
+        read_resident(self._working_set, key, copy, 0)
+
+    def write(self, key: str, content: NewBytes) -> None:
+        """Write ``content`` to ``key``; see Scatter."""
+        self._working_set.check(writing=True)
+        with self._working_set.mark:
+            Scatter(self._working_set, self._gather, self._writing, key, content).run()
+
+    def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return the elements [start, stop) of the flattened tensor of ``key``, on the CPU; blocks.
+
+        Raises KeyError, ValueError for elements that it does not have, CorruptionError, DeviceError.
+        """
+        sink = _PartRead(key, start, stop)
+        self.read(key, sink)
+        return sink.result
+
+    def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
+        """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Scatter."""
+        self.write(key, _PartWrite(key, start, plain_value(key, value)))
+
+
+def _all_of(segments: Segments) -> Pieces:
+    """Return the pieces where a record is in memory from its first byte on."""
+    nothing = np.zeros_like(segments.starts)
+    return Pieces(0, segments.starts, nothing, nothing + segments.nbytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a contiguous tensor on the CPU, which must live as long: perhaps a view of a lease."""
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(address_of(tensor))
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def _part(key: str, spec: Spec, start: int, stop: int) -> Segments:
+    """Return where the elements [start, stop) are. Raises ValueError where a tensor of ``spec`` has no such."""
+    numel = spec.nbytes // spec.dtype.itemsize
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(f"elements [{start}, {stop}) of {key!r}, which has {numel}; expected a range inside of it")
+    return Segments(np.array([start * spec.dtype.itemsize]), (stop - start) * spec.dtype.itemsize)
+
+
+class _PartRead:
+    """Elements of a flattened tensor, to be read into ``result``."""
+
+    def __init__(self, key: str, start: int, stop: int) -> None:
+        self.result = torch.empty(0)
+        self._key = key
+        self._start = start
+        self._stop = stop
+
+    def segments(self, spec: Spec) -> Segments:
+        found = _part(self._key, spec, self._start, self._stop)
+        self.result = new_tensor(Spec(spec.dtype, (self._stop - self._start,)), self._key)
+        return found
+
+    def use(self, pieces: Pieces, memory: Bytes) -> None:
+        target = _bytes_of(self.result)
+        for at, skip, nbytes in zip(pieces.at, pieces.skip, pieces.nbytes, strict=True):
+            target[skip : skip + nbytes] = memory[at : at + nbytes]
+
+
+class _PartWrite:
+    """New elements of a flattened tensor, from ``start`` on."""
+
+    needs_old = False
+
+    def __init__(self, key: str, start: int, value: torch.Tensor) -> None:
+        """``value`` is contiguous."""
+        self._key = key
+        self._start = start
+        self._value = value.cpu()
+        self._bytes = _bytes_of(self._value)
+
+    def segments(self, spec: Spec) -> Segments:
+        found = _part(self._key, spec, self._start, self._start + self._value.numel())
+        if self._value.dtype != spec.dtype:
+            raise ValueError(f"write of a part of {self._key!r}: expected {spec.dtype}, got {self._value.dtype}")
+        return found
+
+    def apply(self, pieces: Pieces, memory: Bytes) -> None:
+        for at, skip, nbytes in zip(pieces.at, pieces.skip, pieces.nbytes, strict=True):
+            memory[at : at + nbytes] = self._bytes[skip : skip + nbytes]
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+class _Selection(NamedTuple):
+    """The rows that an index names, ascending, each once.
+
+    It names the k-th of them at its places ``order[bounds[k]:bounds[k + 1]]``, ascending.
+    """
+
+    rows: Ints
+    order: Ints
+    bounds: Ints
+
+    @classmethod
+    def of(cls, index: Ints) -> _Selection:
+        if len(index) < 2 or (np.diff(index) > 0).all():
+            return cls(index, np.arange(len(index)), np.arange(len(index) + 1))
+        order = np.argsort(index, kind="stable")
+        ascending = index[order]
+        first = np.flatnonzero(np.diff(ascending, prepend=-1))
+        return cls(ascending[first], order, np.append(first, len(index)))
+
+
+class _Some:
+    """Rows of one key of a table, by a selection of the whole table's: those from ``first`` to ``last`` of it."""
+
+    def __init__(self, table: Rows, shard: _Shard, selection: _Selection, first: int, last: int) -> None:
+        self._table = table
+        self._shard = shard
+        self._selection = selection
+        self._first = first
+        self._last = last
+
+    def segments(self, spec: Spec) -> Segments:
+        shard, table = self._shard, self._table
+        if (spec.dtype, spec.shape) != (table.dtype, (shard.num_rows, *table.row_shape)):
+            raise UsageError(
+                f"rows of {shard.key!r}: it was {table.dtype} {[shard.num_rows, *table.row_shape]} and is"
+                f" {spec.dtype} {list(spec.shape)} by now; call store.rows anew"
+            )
+        rows = self._selection.rows[self._first : self._last] - shard.start
+        return Segments(rows * table.row_nbytes, table.row_nbytes)
+
+    def _whole(self, pieces: Pieces) -> tuple[Ints, int, int]:
+        """Return where the whole rows of ``pieces`` are in memory, and which of the selection's they are."""
+        whole = pieces.whole(self._table.row_nbytes)
+        return pieces.at[whole], self._first + pieces.first + whole.start, self._first + pieces.first + whole.stop
+
+
+class _RowRead(_Some):
+    """Rows to be read into ``target``, (n, row bytes)."""
+
+    def __init__(self, target: Bytes, *where: object) -> None:
+        super().__init__(*where)  # type: ignore[arg-type]
+        self._target = target
+
+    def use(self, pieces: Pieces, memory: Bytes) -> None:
+        _, order, bounds = self._selection
+        at, first, last = self._whole(pieces)
+        if last > first:
+            at = np.repeat(at, np.diff(bounds[first : last + 1]))
+            found = take_rows(memory, at, self._table.row_nbytes)
+            places = order[bounds[first] : bounds[last]] * self._table.row_nbytes
+            put_rows(self._target.reshape(-1), places, found)
+        for segment, place, part in pieces.cut(self._table.row_nbytes):
+            number = self._first + segment
+            self._target[order[bounds[number] : bounds[number + 1]], part] = memory[place]
+
+
+class _RowWrite(_Some):
+    """Rows to be written: ``values``, (n, row bytes), in the place of the old ones or, with ``needs_old``, added."""
+
+    def __init__(self, values: Bytes, *where: object, needs_old: bool) -> None:
+        super().__init__(*where)  # type: ignore[arg-type]
+        self._values = values
+        self.needs_old = needs_old
+
+    def apply(self, pieces: Pieces, memory: Bytes) -> None:
+        nbytes = self._table.row_nbytes
+        at, first, last = self._whole(pieces)
+        if last > first:
+            rows = take_rows(memory, at, nbytes) if self.needs_old else np.empty((0, 0), np.uint8)
+            put_rows(memory, at, self._new(rows, first, last, slice(None)))
+        for segment, place, part in pieces.cut(nbytes):
+            number = self._first + segment
+            memory[place] = self._new(memory[None, place].copy(), number, number + 1, part)[0]
+
+    def _new(self, old: Bytes, first: int, last: int, part: slice) -> Bytes:
+        """Return the bytes ``part`` of the rows from ``first`` to ``last`` of the selection, which were ``old``."""
+        _, order, bounds = self._selection
+        if not self.needs_old:
+            return self._values[order[bounds[first + 1 : last + 1] - 1], part]  # the last put wins
+        dtype = self._table.dtype
+        source = torch.from_numpy(np.ascontiguousarray(self._values[order[bounds[first] : bounds[last]], part]))
+        number = np.repeat(np.arange(last - first), np.diff(bounds[first : last + 1]))
+        torch.from_numpy(old).view(dtype).index_add_(0, torch.from_numpy(number), source.view(dtype))
+        return old
+
+
+class _Shard(NamedTuple):
+    """One key of a table: its rows are those from ``start`` on."""
+
+    key: str
+    start: int
+    num_rows: int
+
+
+class Rows:
+    """The rows of a table in the store, ``(len(rows), *row_shape)`` of ``dtype``: of one key or of several, in order.
+
+    ``index``, everywhere, is a tensor of whole numbers of one dimension, or a list or array that makes one; in any
+    order, with repeats, negative ones from the end. Only the blocks that hold the rows are read or written, each under
+    its digest; blocks of 4 KiB (``create_rows``, ``put(block_size=)``) suit rows best. A call reads each key as it was
+    at one moment. Writes are durable with the next commit, and ``rollback`` undoes them. All methods are thread-safe
+    and block.
+
+    Raises IndexError with the first index out of range; TypeError for an index of another kind; ValueError for values
+    of another shape or dtype; KeyError, LeaseError, CapacityError, DeviceError; CorruptionError with the row.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_nbytes: int
+
+    def __init__(self, access: PartAccess, settled: Callable[[str], str], keys: Sequence[str]) -> None:
+        """``settled(key)`` returns ``key`` once no update works with it."""
+        self._access = access
+        self._settled = settled
+        specs = [access.spec(settled(key)) for key in keys]
+        if not specs:
+            raise ValueError("rows of no keys: expected one key or several")
+        self.dtype, self.row_shape = specs[0].dtype, specs[0].shape[1:]
+        self.row_nbytes = Spec(self.dtype, self.row_shape).nbytes
+        self._shards: list[_Shard] = []
+        start = 0
+        for key, spec in zip(keys, specs, strict=True):
+            if (spec.dtype, spec.shape[1:]) != (self.dtype, self.row_shape):
+                raise ValueError(
+                    f"rows of {key!r}: {spec.dtype} {list(spec.shape[1:])}; expected {self.dtype}"
+                    f" {list(self.row_shape)}, as {keys[0]!r} has"
+                )
+            self._shards.append(_Shard(key, start, spec.shape[0]))
+            start += spec.shape[0]
+        self._num_rows = start
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def get(self, index: torch.Tensor | Iterable[int], *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return copies of the rows that ``index`` names: (n, *row_shape), a new tensor on the CPU, or ``out``.
+
+        ``out`` is contiguous, of that shape and dtype, on any device, and does not require grad; page-locked, if it is
+        to be copied to a device next.
+        """
+        selection = _Selection.of(self._whole_numbers(index))
+        spec = Spec(self.dtype, (len(selection.order), *self.row_shape))
+        result = result_for(spec, self._shards[0].key, out, torch.device("cpu"))
+        host = result if result.device.type == "cpu" else new_tensor(spec, self._shards[0].key)
+        target = _bytes_of(host).reshape(len(selection.order), self.row_nbytes)
+        for shard, first, last in self._parts(selection):
+            sink = _RowRead(target, self, shard, selection, first, last)
+            self._access.read(self._settled(shard.key), sink, self.row_nbytes)
+        return result if result is host else result.copy_(host)
+
+    def put(self, index: torch.Tensor | Iterable[int], values: torch.Tensor) -> None:
+        """Write ``values``, (n, *row_shape), to the rows that ``index`` names; of equal indices the last one wins."""
+        self._write(index, values, needs_old=False)
+
+    def add(self, index: torch.Tensor | Iterable[int], values: torch.Tensor) -> None:
+        """Add ``values``, (n, *row_shape), to the rows that ``index`` names; equal indices in their order.
+
+        The bits are those of ``Tensor.index_add_(0, index, values)``. No other write comes in between.
+        """
+        self._write(index, values, needs_old=True)
+
+    def _write(self, index: torch.Tensor | Iterable[int], values: torch.Tensor, *, needs_old: bool) -> None:
+        numbers = self._whole_numbers(index)
+        plain = plain_value(self._shards[0].key, values)
+        if plain.dtype != self.dtype or tuple(plain.shape) != (len(numbers), *self.row_shape):
+            raise ValueError(
+                f"rows of {self._shards[0].key!r}: expected values of {self.dtype} {[len(numbers), *self.row_shape]},"
+                f" got {plain.dtype} {list(plain.shape)}"
+            )
+        selection, host = _Selection.of(numbers), plain.cpu()
+        content = _bytes_of(host).reshape(len(numbers), self.row_nbytes)
+        for shard, first, last in self._parts(selection):
+            some = _RowWrite(content, self, shard, selection, first, last, needs_old=needs_old)
+            self._access.write(self._settled(shard.key), some)
+
+    def _parts(self, selection: _Selection) -> Iterable[tuple[_Shard, int, int]]:
+        """Yield the keys that have some of the rows, and which of the selection's these are."""
+        if not self.row_nbytes:
+            return
+        for shard in self._shards:
+            first, last = np.searchsorted(selection.rows, (shard.start, shard.start + shard.num_rows)).tolist()
+            if first < last:
+                yield shard, first, last
+
+    def _whole_numbers(self, index: torch.Tensor | Iterable[int]) -> Ints:
+        """Return ``index`` as numbers from 0 on. Raises TypeError, IndexError."""
+        tensor = index if isinstance(index, torch.Tensor) else torch.as_tensor(_listed(index))
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() != 1:
+            raise TypeError(
+                f"rows of {self._shards[0].key!r}: expected an index of whole numbers of one dimension, got"
+                f" {tensor.dtype} {list(tensor.shape)}"
+            )
+        numbers = tensor.detach().cpu().to(torch.int64).numpy()
+        bad = (numbers < -self._num_rows) | (numbers >= self._num_rows)
+        if bad.any():
+            first = int(np.argmax(bad))
+            raise IndexError(
+                f"rows of {self._shards[0].key!r}: index {numbers[first]}, at place {first}, of a table of"
+                f" {self._num_rows} rows"
+            )
+        return np.where(numbers < 0, numbers + self._num_rows, numbers)
+
+    def __repr__(self) -> str:
+        keys = self._shards[0].key if len(self._shards) == 1 else f"{len(self._shards)} keys"
+        return f"<Rows of {keys}: {self._num_rows} of {self.dtype} {list(self.row_shape)}>"
+
+
+def _listed(index: Iterable[int]) -> object:
+    """Return what torch makes a tensor of; an empty list makes one of whole numbers."""
+    found = index if isinstance(index, np.ndarray) else list(index)
+    return found if len(found) else np.empty(0, np.int64)
