@@ -51,7 +51,7 @@ ORDER = {
 MOST_LINES = 600  # of a file
 MOST_FUNCTION_LINES = 60
 FEWEST_LINES = 150  # of a file that one other imports
-FREE = {"tiered.cli", "tiered.tools.cli", "tiered.hf", "tiered.ranks.comm"}  # entries, a door, the ranks to come
+FREE = {"tiered.cli", "tiered.tools.cli", "tiered.hf", "tiered.ranks.comm", "tiered.store.rows.row_sparse_adam"}
 MOST_LINES_OF = {"tiered.zero.engine": 250}  # files that are to stay smaller than others
 
 NOT_YET: set[str] = set()

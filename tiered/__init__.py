@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tiered import hf
     from tiered.interop.saving import save_pretrained
     from tiered.loader.resumable import resumable
+    from tiered.store.rows.row_sparse_adam import RowSparseAdam
     from tiered.store.store import Store
     from tiered.zero import (
         SGD,
@@ -45,6 +46,7 @@ __all__ = [
     "GradScaler",
     "LeaseError",
     "Lion",
+    "RowSparseAdam",
     "StepAbandonedError",
     "Store",
     "StoreLostError",
@@ -70,6 +72,7 @@ def __getattr__(name: str) -> Any:
         refuse_removed(f"tiered.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {
+        "RowSparseAdam": "tiered.store.rows.row_sparse_adam",
         "Store": "tiered.store.store",
         "resumable": "tiered.loader.resumable",
         "save_pretrained": "tiered.interop.saving",

@@ -46,7 +46,6 @@ __all__ = [
     "Row",
     "Spec",
     "content_nbytes",
-    "cut",
     "decode_page",
     "decode_row",
     "encode_page",
@@ -85,23 +84,6 @@ def join(extents: Iterable[Extent]) -> tuple[Extent, ...]:
         else:
             joined.append(extent)
     return tuple(joined)
-
-
-def cut(extents: Iterable[Extent], sizes: Iterable[int]) -> Iterator[tuple[Extent, ...]]:
-    """Yield, for each of ``sizes``, the parts of ``extents`` that hold the next so many bytes of their record."""
-    rest = iter(extents)
-    extent = Extent(0, 0, 0, 0)
-    for size in sizes:
-        found: list[Extent] = []
-        wanted = size
-        while wanted:
-            if not extent.nbytes:
-                extent = next(rest)
-            length = min(extent.nbytes, wanted)
-            found.append(extent._replace(nbytes=length))
-            extent = extent._replace(offset=extent.offset + length, nbytes=extent.nbytes - length)
-            wanted -= length
-        yield tuple(found)
 
 
 def pieces(extents: Iterable[Extent], start: int, nbytes: int) -> Iterator[Extent]:

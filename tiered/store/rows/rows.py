@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from tiered.store.rows.scatter import NewBytes, Scatter
 from tiered.store.values.tensors import new_tensor, plain_value, read_resident, result_for
 from tiered.store.waiting.calling_thread import refuse_modes
 
-__all__ = ["PartAccess", "Rows"]
+__all__ = ["NUM_WITH_ADAM", "PartAccess", "Rows"]
 
 
 class _Sink(Protocol):
@@ -217,13 +217,14 @@ class _Some:
 
     def segments(self, spec: Spec) -> Segments:
         shard, table = self._shard, self._table
-        if (spec.dtype, spec.shape) != (table.dtype, (shard.num_rows, *table.row_shape)):
+        expected = (shard.num_rows, *table.record_shape)
+        if (spec.dtype, spec.shape) != (table.dtype, expected):
             raise UsageError(
-                f"rows of {shard.key!r}: it was {table.dtype} {[shard.num_rows, *table.row_shape]} and is"
+                f"rows of {shard.key!r}: it was {table.dtype} {list(expected)} and is"
                 f" {spec.dtype} {list(spec.shape)} by now; call store.rows anew"
             )
         rows = self._selection.rows[self._first : self._last] - shard.start
-        return Segments(rows * table.row_nbytes, table.row_nbytes)
+        return Segments(rows * table.record_nbytes, table.row_nbytes)
 
     def _whole(self, pieces: Pieces) -> tuple[Ints, int, int]:
         """Return where the whole rows of ``pieces`` are in memory, and which of the selection's they are."""
@@ -289,6 +290,19 @@ class _Shard(NamedTuple):
     num_rows: int
 
 
+class RowStore(Protocol):
+    """The store that a table is in, as tables and their optimizers use it."""
+
+    def __contains__(self, key: object) -> bool: ...
+    def create_rows(self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype) -> Rows: ...
+    def rows(self, keys: str) -> Rows: ...
+    def register(self, name: str, item: Any) -> None: ...
+
+
+NUM_WITH_ADAM = 3
+"""How many rows a record of a table with ``state="adam"`` is: the row itself, exp_avg, exp_avg_sq."""
+
+
 class Rows:
     """The rows of a table in the store, ``(len(rows), *row_shape)`` of ``dtype``: of one key or of several, in order.
 
@@ -304,24 +318,42 @@ class Rows:
 
     row_shape: tuple[int, ...]
     dtype: torch.dtype
-    row_nbytes: int
 
-    def __init__(self, access: PartAccess, settled: Callable[[str], str], keys: Sequence[str]) -> None:
-        """``settled(key)`` returns ``key`` once no update works with it."""
+    def __init__(
+        self,
+        store: RowStore,
+        access: PartAccess,
+        settled: Callable[[str], str],
+        keys: Sequence[str],
+        state: str | None = None,
+    ) -> None:
+        """Made by ``Store.rows``. ``settled(key)`` returns ``key`` once no update works with it."""
+        self.store = store
+        self.keys = list(keys)
         self._access = access
         self._settled = settled
         specs = [access.spec(settled(key)) for key in keys]
         if not specs:
             raise ValueError("rows of no keys: expected one key or several")
-        self.dtype, self.row_shape = specs[0].dtype, specs[0].shape[1:]
+        self.has_adam = state == "adam"
+        if state not in (None, "adam"):
+            raise ValueError(f'rows of {keys[0]!r}: expected state None or "adam", got {state!r}')
+        self.dtype, self.record_shape = specs[0].dtype, specs[0].shape[1:]
+        self.row_shape = self.record_shape[1:] if self.has_adam else self.record_shape
+        if self.has_adam and (self.record_shape[:1] != (NUM_WITH_ADAM,) or self.dtype is not torch.float32):
+            raise UsageError(
+                f"rows of {keys[0]!r}: it is {self.dtype} {list(specs[0].shape)}, and no table that create_rows made"
+                ' with state="adam"'
+            )
+        self.record_nbytes = Spec(self.dtype, self.record_shape).nbytes
         self.row_nbytes = Spec(self.dtype, self.row_shape).nbytes
         self._shards: list[_Shard] = []
         start = 0
         for key, spec in zip(keys, specs, strict=True):
-            if (spec.dtype, spec.shape[1:]) != (self.dtype, self.row_shape):
+            if (spec.dtype, spec.shape[1:]) != (self.dtype, self.record_shape):
                 raise ValueError(
                     f"rows of {key!r}: {spec.dtype} {list(spec.shape[1:])}; expected {self.dtype}"
-                    f" {list(self.row_shape)}, as {keys[0]!r} has"
+                    f" {list(self.record_shape)}, as {keys[0]!r} has"
                 )
             self._shards.append(_Shard(key, start, spec.shape[0]))
             start += spec.shape[0]
@@ -336,14 +368,14 @@ class Rows:
         ``out`` is contiguous, of that shape and dtype, on any device, and does not require grad; page-locked, if it is
         to be copied to a device next.
         """
-        selection = _Selection.of(self._whole_numbers(index))
+        selection = _Selection.of(self.numbers(index).numpy())
         spec = Spec(self.dtype, (len(selection.order), *self.row_shape))
         result = result_for(spec, self._shards[0].key, out, torch.device("cpu"))
         host = result if result.device.type == "cpu" else new_tensor(spec, self._shards[0].key)
         target = _bytes_of(host).reshape(len(selection.order), self.row_nbytes)
         for shard, first, last in self._parts(selection):
             sink = _RowRead(target, self, shard, selection, first, last)
-            self._access.read(self._settled(shard.key), sink, self.row_nbytes)
+            self._access.read(self._settled(shard.key), sink, self.record_nbytes)
         return result if result is host else result.copy_(host)
 
     def put(self, index: torch.Tensor | Iterable[int], values: torch.Tensor) -> None:
@@ -358,7 +390,7 @@ class Rows:
         self._write(index, values, needs_old=True)
 
     def _write(self, index: torch.Tensor | Iterable[int], values: torch.Tensor, *, needs_old: bool) -> None:
-        numbers = self._whole_numbers(index)
+        numbers = self.numbers(index).numpy()
         plain = plain_value(self._shards[0].key, values)
         if plain.dtype != self.dtype or tuple(plain.shape) != (len(numbers), *self.row_shape):
             raise ValueError(
@@ -380,8 +412,12 @@ class Rows:
             if first < last:
                 yield shard, first, last
 
-    def _whole_numbers(self, index: torch.Tensor | Iterable[int]) -> Ints:
-        """Return ``index`` as numbers from 0 on. Raises TypeError, IndexError."""
+    def records(self) -> Rows:
+        """Return the same table with the moments beside each row: rows of (3, *row_shape)."""
+        return Rows(self.store, self._access, self._settled, self.keys)
+
+    def numbers(self, index: torch.Tensor | Iterable[int]) -> torch.Tensor:
+        """Return ``index`` as numbers from 0 on, int64 on the CPU. Raises TypeError, IndexError."""
         tensor = index if isinstance(index, torch.Tensor) else torch.as_tensor(_listed(index))
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() != 1:
             raise TypeError(
@@ -396,10 +432,10 @@ class Rows:
                 f"rows of {self._shards[0].key!r}: index {numbers[first]}, at place {first}, of a table of"
                 f" {self._num_rows} rows"
             )
-        return np.where(numbers < 0, numbers + self._num_rows, numbers)
+        return torch.from_numpy(np.where(numbers < 0, numbers + self._num_rows, numbers))
 
     def __repr__(self) -> str:
-        keys = self._shards[0].key if len(self._shards) == 1 else f"{len(self._shards)} keys"
+        keys = self.keys[0] if len(self.keys) == 1 else f"{len(self.keys)} keys"
         return f"<Rows of {keys}: {self._num_rows} of {self.dtype} {list(self.row_shape)}>"
 
 

@@ -33,7 +33,8 @@ def clip_grad_norm_(
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
     ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
     gradients themselves are left as they are. A gradient that is clipped twice is multiplied with the product of both
-    factors. Streams gradients that are on NVMe; ``foreach`` is torch's, and chooses the norm alone. Blocks. Raises
+    factors. A sparse gradient is coalesced. Streams gradients that are on NVMe; ``foreach`` is torch's, and chooses
+    the norm alone. Blocks. Raises
     RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     Where fp64 gradients are among others, torch adds the norms up in an order of its own: last bits may differ.
     """
@@ -66,7 +67,9 @@ def _norms(tensors: Sequence[torch.Tensor], norm_type: float, foreach: bool) -> 
     for tensor in tensors:
         if not isinstance(tensor, TieredParameter):
             assert tensor.grad is not None
-            yield _norm(tensor.grad, norm_type=norm_type, foreach=foreach)
+            if tensor.grad.is_sparse:  # the norm is that of the sums
+                tensor.grad = tensor.grad.coalesce()
+            yield _norm(_values(tensor.grad), norm_type=norm_type, foreach=foreach)
             continue
         gradients = tensor.segment.unit.gradients
         factor = gradients.factors.get(tensor.segment)
@@ -93,11 +96,16 @@ def _scale(tensor: torch.Tensor, factor: torch.Tensor) -> None:
     factor = factor.to(tensor.device)
     if not isinstance(tensor, TieredParameter):
         assert tensor.grad is not None
-        tensor.grad.mul_(factor.to(tensor.grad.dtype))
+        _values(tensor.grad).mul_(factor.to(tensor.grad.dtype))
         return
     factors = tensor.segment.unit.gradients.factors
     old = factors.get(tensor.segment)
     factors[tensor.segment] = factor if old is None else old * factor
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a gradient: of a sparse one, which is coalesced, those that are there."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
