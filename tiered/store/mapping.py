@@ -27,6 +27,8 @@ from tiered.units import parse_bytes
 
 __all__ = ["TensorMapping"]
 
+_NUM_AHEAD = 16  # keys that a stream has on their way
+
 
 class TensorMapping(MutableMapping[str, torch.Tensor]):
     """The mapping that a store is. All methods are thread-safe."""
@@ -182,6 +184,31 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         the budget's worth, and again as you go: ``for i, key in enumerate(keys): store.prefetch(keys[i : i + 16])``.
         """
         return self.working_set.prefetch(_several(keys))
+
+    def evict(self, keys: Iterable[str]) -> int:
+        """Drop ``keys`` from DRAM, dirty ones once they are written: the opposite of ``prefetch``. Blocks.
+
+        Returns the bytes that are free by that. Keys that are leased, or kept alive by tensors of past leases, stay.
+        Raises CapacityError, DeviceError.
+        """
+        return self.working_set.evict(self._producers.settled(key) for key in _several(keys))
+
+    def stream(self, keys: Iterable[str], *, ahead: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over ``keys`` and views for reading of their tensors, in order, with the next ones on their way.
+
+        Each view is a lease, which ends when the next one is asked for or the loop is left: ``clone()`` what must
+        outlive its turn. ``ahead`` is how many keys are on their way at most (default: 16), as far as they fit. Raises
+        as ``lease`` does; ValueError for a negative ``ahead``.
+        """
+        if ahead is not None and ahead < 0:
+            raise ValueError(f"stream: expected ahead >= 0, got {ahead}")
+        return self._stream(list(_several(keys)), _NUM_AHEAD if ahead is None else ahead)
+
+    def _stream(self, keys: list[str], ahead: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for place, key in enumerate(keys):
+            self.prefetch(keys[place : place + 1 + ahead])
+            with self.lease(key) as view:
+                yield key, view
 
     def lease(self, key: str, mode: Mode = "r") -> LeaseBlock:
         """Lease the arena's own bytes of ``key`` for a block: ``with store.lease("a", mode="rw") as view``.

@@ -11,14 +11,14 @@ import gc
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import CapacityError, DeadlineError
 from tiered.store.residency.entry import Entry, EntryState, Residence
 from tiered.store.residency.eviction import EvictionPolicy
 from tiered.store.residency.swap_in_out import Shortage, SwapInOut
-from tiered.store.transfers.checked_transfer import SLAB_NBYTES, start_all
+from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer, start_all
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.store.waiting.deadline import Deadline
 from tiered.store.waiting.recorder import Wait
@@ -170,6 +170,44 @@ class MemoryWait(SwapInOut):
                     stays = stays or entry.held or entry.state is EntryState.ARRIVING
                 found += 0 if stays else nbytes
             return max(0, found)
+
+    # Below: keys that are out of use
+
+    def evict(self, keys: Iterable[str]) -> int:
+        """Write the dirty ones of ``keys``, and drop all of them from DRAM; return the bytes that are free by that.
+
+        Blocks. Held and leased keys, and those that tensors of past leases keep alive, stay; unknown ones are passed
+        over. Raises CapacityError, DeviceError, DeadlineError.
+        """
+        self.check(writing=False)
+        names = list(keys)
+        with self.mark:
+            with self.condition:
+                entries = [entry for name in names if (entry := self.entries.get(name)) and not entry.held]
+            self.write(entries, sum(entry.nbytes for entry in entries))  # all at once
+            return sum(map(self._evict_when_clean, dict.fromkeys(names)))
+
+    def _evict_when_clean(self, name: str) -> int:
+        deadline = Deadline(f"eviction of {name!r}", self.deadline_s)
+        while True:
+            transfers: list[Transfer] = []
+            shortage: Shortage | None = None
+            with self.condition:
+                self.catch_up()
+                entry = self.entries.get(name)
+                residence = None if entry is None else entry.residence
+                if entry is None or residence is None or entry.held or residence.aliases:
+                    return 0
+                if name in self.clean:
+                    self._evict(name)
+                    return residence.buffer.nbytes
+                if entry.state is EntryState.DIRTY:
+                    transfers, shortage = self.plan_writes([entry], entry.nbytes)
+                if name not in self.clean and not transfers and shortage is None:
+                    self.wait_for_entry(entry, deadline)
+            start_all(transfers)
+            if shortage is not None:
+                self.grow(shortage)
 
     # Below: one step towards free memory
 
