@@ -37,7 +37,7 @@ ORDER = {
     "bytes": ("kernel_file", "free_memory", "interrupt", "exit_and_fork", "condition", "critical_section",
               "private_file", "arena", "pinned_arena", "host_tensor", "device", "file_stream"),
     "store": ("waiting", "format", "transfers", "catalog", "space", "residency", "values", "rows", "lifetime",
-              "generations", "assembly", "mapping", "store"),
+              "generations", "assembly", "cache", "mapping", "store"),
     "tiers": ("trace", "schedule", "compute_tier", "device_memory", "device_clock", "copies",
               "accelerator"),
     "ranks": ("comm",),

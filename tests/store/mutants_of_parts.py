@@ -75,7 +75,7 @@ def rows_are_not_checked(patch: Patch) -> None:
 
 @mutant(rows_agree)
 def pages_stay_decoded_as_they_were(patch: Patch) -> None:
-    patch.setattr(Pages, "own", lambda pages, number: (None, 0))
+    patch.setattr(Pages, "stamp", lambda pages, number: 0)
 
 
 @mutant(rows_agree)

@@ -285,10 +285,10 @@ def test_no_row_is_torn_where_threads_read_and_write(tmp_path: Path) -> None:
 
 def test_pages_that_stay_decoded_make_way_for_a_caller_that_waits_for_memory(tmp_path: Path) -> None:
     with Store(tmp_path / "run", dram="8MiB") as store:
-        rows = store.create_rows("t", 16_384, (1024,), torch.float32)  # 16 pages of 40 KiB
+        rows = store.create_rows("t", 16_384, (1024,), torch.float32)  # 16 pages of 24 KiB
         rows.get(range(0, 16_384, 100))
         reserved = sum(buffer.nbytes for buffer in store.working_set._reservations)
-        assert 640 * KiB <= reserved <= MiB
+        assert 384 * KiB <= reserved <= MiB
         buffer = store.working_set.reserve(8 * MiB)
         assert not rows._access._gather.places._decoded
         store.working_set.unreserve(buffer)

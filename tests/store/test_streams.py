@@ -36,7 +36,7 @@ def test_a_view_of_a_stream_ends_with_its_turn() -> None:
     with simulated_store() as store:
         store["a"], store["b"] = numbers(5000, 1), numbers(5000, 2)
         stream = store.stream(["a", "b", "missing"])
-        key, view = next(stream)
+        _, view = next(stream)
         with pytest.raises(LeaseError):
             store.lease("a", "rw").__enter__()
         next(stream)

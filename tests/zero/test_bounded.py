@@ -249,3 +249,32 @@ def test_a_state_of_eight_budgets_runs_in_a_cgroup_of_that_size(large_run: dict[
         pytest.skip(off("memory cgroup", large_run["no_group"]))
     assert large_run["group_limit_bytes"] <= large_run["bound"] < large_run["group_limit_bytes"] + 4 * KiB
     assert large_run["group_peak_bytes"] <= large_run["group_limit_bytes"]
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_the_smallest_budget_counts_what_is_trained_whatever_the_optimizer_is_given(update: str) -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(150_000, 32)
+            self.table.weight.requires_grad_(False)
+            self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(self.table(x)).float().square().mean()
+
+    def run(dram: int) -> None:
+        with tiered.Store(engine="memory", dram=dram) as store:
+            model = tiered.shard(Frozen(), store, param_dtype=torch.bfloat16)
+            optimizer = tiered.AdamW(model.parameters(), lr=1e-3, update=update)  # the frozen ones, too
+            for _ in range(2):
+                model(torch.arange(8)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(CapacityError) as caught:
+        run(8 * MiB)
+    smallest = budget_named_in(caught.value)
+    run(smallest)
+    with pytest.raises(CapacityError, match=f"{smallest}"):
+        run(smallest - 4096)

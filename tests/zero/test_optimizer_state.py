@@ -237,3 +237,35 @@ def test_momentum_that_is_switched_on_later_begins_as_torchs_does(way: str, tmp_
         assert_same(model.state_dict(), plain.state_dict())
         store.commit()
         store.close()
+
+
+def test_what_is_no_number_stays_none_when_its_moments_begin_anew() -> None:
+    """The sign of a moment that is NaN is the processor's, and no mark of a tie beside the bf16 of a NaN."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(300))
+            self.scale.data[0] = 1.00390625  # a tie of bf16, whose gradient is zero
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.scale).sum()
+
+    def x(step: int) -> Tensor:
+        found = torch.randn(300, generator=torch.Generator().manual_seed(step))
+        found[0] = 0
+        if step == 1:
+            found[-100:] = torch.tensor(float("inf")) * 0  # the processor's own NaN, whose sign is set
+        return found.bfloat16()
+
+    torch.manual_seed(0)
+    with tiered.Store(engine="memory", dram="64MiB") as store:
+        model = tiered.shard(Scale(), store, param_dtype=torch.bfloat16)
+        optimizer = tiered.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+        for step in range(3):
+            if step == 2:
+                optimizer.reset_state()
+            model(x(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.state_dict()["scale"].isnan().tolist() == [False] * 200 + [True] * 100

@@ -202,7 +202,10 @@ class AddressRanges:
         return start, start + size
 
     def find_any(self, nbytes: int) -> int | None:
-        """Return where ``nbytes`` fit with the most warm bytes among them, the lowest of equals; None if nowhere."""
+        """Return where ``nbytes`` fit at an end of free bytes that touch, the end with most warm ones; None if nowhere.
+
+        There may be more warm bytes in the middle: these cost page faults, and no look at each place.
+        """
         best: tuple[int, int] | None = None  # (-warm bytes, start)
         run: list[tuple[int, int, bool]] = []  # ranges that touch
         for start in [*self._starts, -1]:

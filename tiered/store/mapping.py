@@ -17,7 +17,7 @@ from tiered.store.format.row import ExternalRange, Spec
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.residency.lease_view import LeaseBlock, Mode
 from tiered.store.residency.residency import Lease, Residency
-from tiered.store.rows.rows import NUM_WITH_ADAM, PartAccess, Rows
+from tiered.store.rows.rows import PartAccess
 from tiered.store.values.batches import get_many, put_many
 from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
@@ -93,30 +93,6 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         all of it is copied to the store's own. Raises KeyError, ValueError, LeaseError, CapacityError, CorruptionError.
         """
         self._access.write_part(self._producers.settled(key), start, value)
-
-    def rows(self, keys: str | Iterable[str], *, state: str | None = None) -> Rows:
-        """Return the rows of the tensor of a key, (number of rows, ...), or of several keys as one table, in order.
-
-        ``state`` is that of ``create_rows``. Nothing is read. KeyError; ValueError for keys whose rows differ,
-        UsageError for a tensor without dimensions.
-        """
-        return Rows(self, self._access, self._producers.settled, [keys] if isinstance(keys, str) else list(keys), state)
-
-    def create_rows(
-        self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype, *, state: str | None = None
-    ) -> Rows:
-        """Make ``key`` a table of zeros, (num_rows, *row_shape), in blocks of 4 KiB, and return its rows; blocks.
-
-        With ``state="adam"`` each row of fp32 has its moments beside it, for ``RowSparseAdam``: the tensor of the key
-        is (num_rows, 3, *row_shape). It is written to the device at once, and nothing of it is in DRAM; a commit makes
-        it durable. Raises ValueError, CapacityError.
-        """
-        if state is not None and dtype is not torch.float32:
-            raise ValueError(f"create_rows({key!r}): state={state!r} is for rows of torch.float32, got {dtype}")
-        shape = (num_rows, *row_shape) if state is None else (num_rows, NUM_WITH_ADAM, *row_shape)
-        spec = Spec(dtype, shape, self.working_set.space.alignment)
-        self._values.put_zeros(self._producers.settled(key), spec)
-        return self.rows(key, state=state)
 
     def adopt(self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.

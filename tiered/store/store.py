@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
@@ -18,13 +20,15 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
+from tiered.store.cache import Cache
+from tiered.store.format.row import Spec
 from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks
-from tiered.store.rows.rows import PartAccess
+from tiered.store.rows.rows import NUM_WITH_ADAM, PartAccess, Rows
 from tiered.store.values.streaming import VerifyReport
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.refusals import Service
@@ -118,7 +122,7 @@ class Store(TensorMapping):
         )
         self._parts, self.external, self._producers = parts, parts.external, self._generations.producers
         self._condition, self._refusals = self.working_set.condition, self.working_set.refusals
-        self._access = PartAccess(self.working_set)
+        self._access, self._caches = PartAccess(self.working_set), list[str]()
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)
@@ -133,7 +137,62 @@ class Store(TensorMapping):
             " there"
         )
 
+    # Below: tables and caches
+
+    def rows(self, keys: str | Iterable[str], *, state: str | None = None) -> Rows:
+        """Return the rows of the tensor of a key, (number of rows, ...), or of several keys as one table, in order.
+
+        ``state`` is that of ``create_rows``. Nothing is read. KeyError; ValueError for keys whose rows differ,
+        UsageError for a tensor without dimensions.
+        """
+        return Rows(self, self._access, self._producers.settled, [keys] if isinstance(keys, str) else list(keys), state)
+
+    def create_rows(
+        self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype, *, state: str | None = None
+    ) -> Rows:
+        """Make ``key`` a table of zeros, (num_rows, *row_shape), in blocks of 4 KiB, and return its rows; blocks.
+
+        With ``state="adam"`` each row of fp32 has its moments beside it, for ``RowSparseAdam``: the tensor of the key
+        is (num_rows, 3, *row_shape). It is written to the device at once, and nothing of it is in DRAM; a commit makes
+        it durable. Raises ValueError, CapacityError.
+        """
+        if state is not None and dtype is not torch.float32:
+            raise ValueError(f"create_rows({key!r}): state={state!r} is for rows of torch.float32, got {dtype}")
+        shape = (num_rows, *row_shape) if state is None else (num_rows, NUM_WITH_ADAM, *row_shape)
+        spec = Spec(dtype, shape, self.working_set.space.alignment)
+        self._values.put_zeros(self._producers.settled(key), spec)
+        return self.rows(key, state=state)
+
+    def cache(self, prefix: str, *, capacity: int | str, policy: str = "lru") -> Cache:
+        """Return the keys that begin with ``prefix`` as a mapping of at most ``capacity`` bytes of the drives.
+
+        When it is full, the least recently used tensors go. Where all are used in turn, over and over, that is the
+        worst choice: use keys without a cache then. Raises ValueError, UsageError for a prefix that begins with, or
+        begins, another cache's.
+        """
+        nbytes = parse_bytes(capacity)
+        if policy != "lru" or nbytes <= 0 or not prefix:
+            raise ValueError(
+                f"cache {prefix!r}: expected a prefix, a capacity above 0 and"
+                f' policy="lru", got {capacity!r}, {policy!r}'
+            )
+        for other in self._caches:
+            if other.startswith(prefix) or prefix.startswith(other):
+                raise UsageError(f"cache {prefix!r}: its keys would be those of the cache {other!r}, too")
+        found = Cache(self, prefix, nbytes)
+        self._caches.append(prefix)
+        return found
+
     # Below: generations
+
+    @property
+    def has_registered(self) -> bool:
+        """Whether anything is registered: a model, an optimizer or the user's own."""
+        return bool(self._generations.registry)
+
+    @property
+    def is_read_only(self) -> bool:
+        return self._refusals.is_read_only
 
     @property
     def generation(self) -> int:

@@ -112,8 +112,8 @@ _MOST_OVERTAKEN = 8
 class Requests:
     """Large operations that the kernel has only in part. At most ``depth`` of their parts are with the kernel.
 
-    Operations go in the order of their class, then in that of ``add``. An operation lets at most eight later ones
-    overtake it, so that each makes progress. One thread uses it.
+    Operations go in the order of their class, then in that of ``add``. The first of those that wait lets at most eight
+    later ones overtake it, so that each makes progress in its turn. One thread uses it.
     """
 
     def __init__(self) -> None:
@@ -206,10 +206,10 @@ class IOQueue:
 
     The bytes of a class in flight stay within its budget: the bytes that it moved in 20 ms when last seen, between 32
     (reads: 64) and 128 MiB. One operation of a class may always be in flight, however large; each counts as
-    ``piece_nbytes`` at most. ``num_slots`` operations may be in flight in all. Prefetch and writes leave the last two
-    slots to a class that has fewer than two in flight. Every class leaves a slot to each less urgent class that has
-    something queued and nothing in flight, except for its own first operation. So no class waits for ever beside
-    steady demand reads, where there are four slots or more.
+    ``piece_nbytes`` at most. ``num_slots`` operations may be in flight in all. Where there are more than four, all but
+    demand reads leave the last two to a class that has fewer than two in flight. Every class leaves a slot to each less
+    urgent class that has something queued and nothing in flight, except for its own first operation. So no class waits
+    for ever beside steady demand reads, where there are four slots or more.
 
     Writes are calm while a caller waits for a read, and 20 ms after: those in flight are a quarter of the bytes of
     demand reads, or 1 MiB. A demand read that comes then takes a quarter longer than alone, or as long as 1 MiB takes;

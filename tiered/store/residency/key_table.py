@@ -189,6 +189,29 @@ class KeyTable(PagedRows):
         found = [(name, row.stored_nbytes) for name, row in rows if row is not None and row.has_extents]
         return heapq.nlargest(number, found, key=operator.itemgetter(1))
 
+    def taken_nbytes(self, prefix: str) -> tuple[int, int]:
+        """Return what the keys that begin with ``prefix`` take of the files, and what they will after a commit.
+
+        Bytes that have no place yet count as if they had. Tensors in rows of the catalog count as they are.
+        """
+        sealed = self.sealed
+        gone = [*self.removed, *(() if sealed is None else sealed.removed)]
+        found = filter(None, (self.entries.peek(name) for name in self.entries if name.startswith(prefix)))
+        now = after = 0
+        for entry in (*found, *(entry for entry in gone if entry.name.startswith(prefix))):
+            before, newest = self._taken_by(entry)
+            now, after = now + before + newest, after + newest
+        return now, after
+
+    def _taken_by(self, entry: Entry) -> tuple[int, int]:
+        """Return what ``entry`` takes of the files until the next commit, and what it takes then."""
+        sealed_row = None if self.sealed is None else self.sealed.rows.get(entry)
+        rows = {id(row): row for row in (entry.committed, sealed_row) if row is not None and row is not entry.row}
+        before = sum(len(row.inline) if row.inline is not None else row.stored_nbytes for row in rows.values())
+        if entry.state is EntryState.UNDEFINED or (entry.row is not None and entry.row.ranges):
+            return before, 0
+        return before, entry.nbytes if entry.is_inline else self.space.round_up(entry.nbytes)
+
     def shown(self, name: str) -> Entry | None:
         """Return the entry that the mapping shows under ``name``."""
         entry = self.entries.get(name)

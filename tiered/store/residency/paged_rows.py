@@ -51,7 +51,7 @@ class Pages:
     about to lose, before it writes, to all versions that are read.
     """
 
-    __slots__ = ("_own", "_read", "changed", "readers", "version")
+    __slots__ = ("_own", "_read", "_stamps", "changed", "readers", "version")
 
     def __init__(self, read: ReadPages | None, readers: Readers) -> None:
         """``read`` reads pages of the catalog; None where there is none, and all pages stay in memory."""
@@ -60,6 +60,7 @@ class Pages:
         self.readers = readers
         self.changed: dict[int, Page] = {}  # that no commit has written
         self._own: dict[int, Page] = {}  # that are not, or not as here, in the catalog
+        self._stamps: dict[int, int] = {}  # of these
         self._read = read
 
     def begin(self) -> None:
@@ -89,13 +90,13 @@ class Pages:
         # Order: a commit that put other pages there, or none, had kept these before.
         return [own.get(number) or found[number] for number in numbers]
 
-    def own(self, number: int) -> tuple[Page | None, int]:
-        """Return the page that is in memory for this version, or None and a number that the catalog's own page has.
+    def stamp(self, number: int) -> int:
+        """Return a number that the page ``number`` of this version shares with no other page of that number.
 
-        That page is another one as soon as the number is. Under no lock.
+        It is the version that the page was made for, 0 for one that was there when the record's first use began.
         """
-        page = self._own.get(number)
-        return page, (self.readers.stamps.get(number, 0) if page is None else 0)
+        stamp = self._stamps.get(number)
+        return self.readers.stamps.get(number, 0) if stamp is None else stamp
 
     def all(self, row: Row) -> Iterator[Page]:
         """Yield all pages in order; may block."""
@@ -104,24 +105,28 @@ class Pages:
     def keep(self, pages: Mapping[int, Page]) -> None:
         """Have ``pages`` in memory, as they are in this version, because the catalog will not have them."""
         for number, page in pages.items():
+            # Order: the catalog, and with it the common stamp, changes later.
+            self._stamps.setdefault(number, self.readers.stamps.get(number, 0))
             self._own.setdefault(number, page)
 
     def change(self, pages: Mapping[int, Page]) -> None:
         """Make ``pages`` this version's own."""
+        self._stamps.update(dict.fromkeys(pages, self.version))
         self.changed.update(pages)
         self._own.update(pages)
 
     def inherit(self, before: Pages, *, is_sealed: bool) -> None:
         """Begin as ``before`` is; its changes are in this version's commit, too, unless they were sealed."""
         self._own.update(before._own)
+        self._stamps.update(before._stamps)
         if not is_sealed:
             self.changed.update(before.changed)
 
     def written(self) -> None:
         """Note that the catalog has all pages of this version."""
-        # Order: from here on readers take these pages from the catalog, under a number that no page before had.
-        self.readers.stamps.update(dict.fromkeys(self.changed, self.version))
-        self.changed, self._own = {}, {}
+        # Order: the stamps stay those of the same pages all the while.
+        self.readers.stamps.update((number, self._stamps[number]) for number in self.changed)
+        self._stamps, self.changed, self._own = {}, {}, {}
 
 
 class BlockChange(NamedTuple):

@@ -411,6 +411,18 @@ class Residency(MemoryWait):
                 return False
             return entry.state is not EntryState.ARRIVING
 
+    def taken_by_keys(self, prefix: str) -> tuple[int, int]:
+        """See ``KeyTable.taken_nbytes``."""
+        with self.mark, self.condition:
+            self.catch_up()
+            return self.taken_nbytes(prefix)
+
+    def taken_by_key(self, key: str) -> int:
+        """Return what ``key`` takes of the files that the next commit after its deletion frees."""
+        with self.mark, self.condition:
+            entry = self.entries.peek(key)
+            return 0 if entry is None else self._taken_by(entry)[1]
+
     def is_in_flight(self, key: str) -> bool:
         """Whether a transfer or a seal has a hold on the bytes of ``key``, so that a delete would wait."""
         with self.condition:

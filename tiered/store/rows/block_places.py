@@ -1,6 +1,6 @@
 """BlockPlaces: where any blocks of a record lie, and their digests; pages that were looked up stay decoded.
 
-A decoded page takes 40 KiB of the DRAM budget, at most an eighth of it in all; a caller that waits for memory gets all
+A decoded page takes 24 KiB of the DRAM budget, at most an eighth of it in all; a caller that waits for memory gets all
 of that back. The pages lie in one array, so that the blocks of many pages cost one look at it.
 """
 
@@ -24,7 +24,8 @@ from tiered.units import round_up
 
 __all__ = ["BlockPlaces", "Located"]
 
-_WORDS = 5  # of 8 bytes for each block: device, file, offset, digest, generation
+_WORDS = 3  # of 8 bytes for each block: its place, digest and generation
+_UNIT, _FILE_AT, _DEVICE_AT = 4096, 36, 52  # a place is device, file + 1 and offset / 4096 in one number
 _PAGE_NBYTES = 8 * _WORDS * PAGE_BLOCKS
 _FEWEST_PAGES = 32
 
@@ -40,26 +41,18 @@ class Located(NamedTuple):
     generations: NDArray[np.uint64]
 
 
-class _Decoded(NamedTuple):
-    """A page in the arrays: where, and what it was decoded from; ``page`` is None for the catalog's own."""
-
-    slot: int
-    page: Page | None
-    stamp: int
-
-
 class BlockPlaces:
     """The blocks of a store's records, looked up. All methods are thread-safe.
 
-    The invariant: a decoded page is that of a version for as long as the version has the page that it was decoded from,
-    or both are the catalog's of the same ``Readers.stamps``.
+    The invariant: a decoded page is that of all versions for which it has the same ``Pages.stamp``.
     """
 
     def __init__(self, working_set: Residency) -> None:
         self._working_set = working_set
         self._most_pages = working_set.budget_bytes // 8 // _PAGE_NBYTES
         self._lock = threading.Lock()  # guards all below
-        self._decoded: OrderedDict[tuple[Readers, int], _Decoded] = OrderedDict()  # least recently used first
+        # Where each page is in the array, and its stamp; least recently used first.
+        self._decoded: OrderedDict[tuple[Readers, int], tuple[int, int]] = OrderedDict()
         self._free: list[int] = []
         self._buffer: Buffer | None = None
         self._words = np.empty((_WORDS, 0, PAGE_BLOCKS), np.int64)  # in the buffer
@@ -94,6 +87,28 @@ class BlockPlaces:
         if buffer is not None:
             self._working_set.unreserve(buffer)
         return buffer is not None
+
+    def moved(self, before: Row, after: Row, blocks: Ints, located: Located) -> None:
+        """Note that ``blocks`` of ``before`` lie elsewhere in ``after``, as ``located`` says: else all is the same."""
+        places, digests = located.places, located.digests
+        fits = len(places.start) == len(blocks) and _are_packable(places) and digests is not None
+        numbers, first = np.unique(blocks // PAGE_BLOCKS, return_index=True)
+        bounds = [*first.tolist(), len(blocks)]
+        packed = _packed(places) if fits else None
+        with self._lock:
+            for number, begin, end in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
+                key = (before.pages.readers, number)
+                slot, stamp = self._decoded.get(key, (None, 0))
+                if slot is None or stamp != before.pages.stamp(number):
+                    continue
+                if packed is None or digests is None:
+                    self._free.append(self._decoded.pop(key)[0])
+                    continue
+                words = self._words[:, slot]
+                some = blocks[begin:end] - number * PAGE_BLOCKS
+                words[0, some], words[1, some] = packed[begin:end], digests[begin:end].view(np.int64)
+                words[2, some] = located.generations[begin:end].view(np.int64)
+                self._decoded[key] = (slot, after.pages.stamp(number))
 
     # Below: under the lock
 
@@ -132,7 +147,9 @@ class BlockPlaces:
         if len(slots) > 1:
             cuts = np.searchsorted(blocks, np.array(numbers, np.int64) * PAGE_BLOCKS)
             which = np.repeat(np.array(slots, np.int64), np.diff(cuts, append=len(blocks)))
-        device, file, offset, digests, generations = self._words[:, which, blocks % PAGE_BLOCKS]
+        place, digests, generations = self._words[:, which, blocks % PAGE_BLOCKS]
+        device, file = place >> _DEVICE_AT, (place >> _FILE_AT & (1 << _DEVICE_AT - _FILE_AT) - 1) - 1
+        offset = (place & (1 << _FILE_AT) - 1) * _UNIT
         start = blocks * row.block_nbytes
         nbytes = np.minimum(row.block_nbytes, round_up(row.nbytes, self._working_set.space.alignment) - start)
         places = Places(start, device, file, offset, nbytes)
@@ -146,30 +163,43 @@ class BlockPlaces:
         found: list[int | None] = []
         for number in numbers:
             key = (pages.readers, number)
-            known = self._decoded.get(key)
-            is_current = known is not None and (known.page, known.stamp) == pages.own(number)
-            if known is not None and not is_current:
-                self._free.append(self._decoded.pop(key).slot)
-            elif known is not None:
+            slot, stamp = self._decoded.get(key, (None, 0))
+            if slot is not None and stamp != pages.stamp(number):
+                self._free.append(self._decoded.pop(key)[0])
+                slot = None
+            elif slot is not None:
                 self._decoded.move_to_end(key)
-            found.append(known.slot if known is not None and is_current else None)
+            found.append(slot)
         return found
 
+    def _new_slot(self, row: Row, number: int) -> int:
+        """Return a place in the array for page ``number`` of ``row``, which is to be written there; there is room."""
+        slot = self._free.pop() if self._free else self._decoded.popitem(last=False)[1][0]
+        self._decoded[row.pages.readers, number] = (slot, row.pages.stamp(number))
+        return slot
+
     def _decode(self, row: Row, number: int, page: Page) -> int | None:
-        """Decode ``page``; return where in the array it is, None where there is no room or a block has two extents."""
+        """Decode ``page``; return where in the array it is, None where there is no room or it does not fit."""
+        if not self._words.size:
+            return None
         places = Places.of(page.places, row.block_nbytes)
         num_blocks = len(page.digests) // DIGEST_NBYTES
-        if not self._words.size or len(places.start) != num_blocks:
+        if len(places.start) != num_blocks or not _are_packable(places):  # a block in two extents
             return None
-        if not self._free:
-            self._free.append(self._decoded.popitem(last=False)[1].slot)
-        slot = self._free.pop()
+        slot = self._new_slot(row, number)
         words = self._words[:, slot, :num_blocks]
-        words[0], words[1], words[2] = places.device, places.file, places.offset
-        words[3] = np.frombuffer(page.digests, np.int64)
-        words[4] = generations_of(page).view(np.int64)
-        self._decoded[row.pages.readers, number] = _Decoded(slot, *row.pages.own(number))
+        words[0] = _packed(places)
+        words[1] = np.frombuffer(page.digests, np.int64)
+        words[2] = generations_of(page).view(np.int64)
         return slot
+
+
+def _are_packable(places: Places) -> bool:
+    return not (((places.file + 1) >> _DEVICE_AT - _FILE_AT).any() or (places.offset // _UNIT >> _FILE_AT).any())
+
+
+def _packed(places: Places) -> Ints:
+    return places.device << _DEVICE_AT | (places.file + 1) << _FILE_AT | places.offset // _UNIT
 
 
 def _of_page(page: Page, row: Row, number: int, blocks: Ints) -> Located:

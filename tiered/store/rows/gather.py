@@ -233,8 +233,7 @@ class Gather:
     def _read_each(
         self, row: Row, blocks: Ints, at: Ints, buffer: Buffer, on_done: OnDone, row_nbytes: int
     ) -> Generator[Movement, None, Ints]:
-        """As ``read``; return the places: those of external bytes are others than asked for, as these are not aligned.
-        """
+        """As ``read``; return the places: those of external bytes are others, because these are not aligned."""
         for _ in range(_NUM_TRIES):
             located = self._located(row, blocks)
             devices, reads, found = self._plan(row, blocks, at, located)
@@ -264,9 +263,7 @@ class Gather:
         digests = np.frombuffer(row.digests, np.uint64)[blocks] if row.digests else None
         return Located(places, digests, np.full(len(blocks), row.generation, np.uint64))
 
-    def _plan(
-        self, row: Row, blocks: Ints, at: Ints, located: Located
-    ) -> tuple[tuple[Device, ...], Places, Ints]:
+    def _plan(self, row: Row, blocks: Ints, at: Ints, located: Located) -> tuple[tuple[Device, ...], Places, Ints]:
         """Return the devices, the reads, which start at their places in memory, and where the blocks are then."""
         places = located.places
         if not row.ranges:

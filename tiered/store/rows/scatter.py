@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
@@ -27,6 +26,7 @@ from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import BlockChange
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
+from tiered.store.rows.block_places import Located
 from tiered.store.rows.gather import Bytes, Gather, Pieces, Segments
 from tiered.store.values.window import Batch, Movement, OnDone, Piece, Window, WindowJob
 from tiered.store.waiting.deadline import Deadline
@@ -231,7 +231,10 @@ class Scatter:
         with Window(self._working_set) as window:
             window.at_end = functools.partial(self._end, target)
             window.run(self._jobs(target), buffer)
-            self._is_installed = self._install(target, None if target.row.ranges else self._change(target))
+            after = self._install(target, None if target.row.ranges else self._change(target))
+            self._is_installed = after is not None
+        if after is not None and after.is_paged and target.row.is_paged:
+            self._places.moved(target.row, after, target.blocks, self._located(target))
         return self._is_installed
 
     def _end(self, target: _Target, window: Window) -> None:
@@ -294,32 +297,37 @@ class Scatter:
         moved = np.zeros(len(each), np.bool_)
         moved[index] = True
         is_old = moved[np.searchsorted(each, before.places.start // unit)]
-        assert before.digests is not None, row
+        new = self._located(target)
+        assert before.digests is not None and new.digests is not None, row
         digests, generations = before.digests.copy(), before.generations.copy()
-        digests[index], generations[index] = self._digests(), target.new.generation
-        new = (places for _, (_, places) in sorted(self._written.items()))
-        all_places = zip(before.places.take(~is_old), *new, strict=True)
-        places = Places(*(np.concatenate(columns) for columns in all_places))
+        digests[index], generations[index] = new.digests, new.generations
+        both = zip(before.places.take(~is_old), new.places, strict=True)
+        places = Places(*(np.concatenate(columns) for columns in both))
         places = places.take(np.argsort(places.start, kind="stable"))
         pages = pages_of_blocks(places, digests, generations, unit)
         return BlockChange(dict(zip(numbers.tolist(), pages, strict=True)), blocks, before.places.take(is_old))
 
-    def _digests(self) -> NDArray[np.uint64]:
-        """Return the digests of all blocks, in their order."""
-        return np.array([each for _, (digests, _) in sorted(self._written.items()) for each in digests], np.uint64)
+    def _located(self, target: _Target) -> Located:
+        """Return where the new blocks lie."""
+        written = [self._written[first] for first in sorted(self._written)]
+        places = Places(*(np.concatenate(each) for each in zip(*(some for _, some in written), strict=True)))
+        digests = np.array([each for some, _ in written for each in some], np.uint64)
+        return Located(places, digests, np.full(len(digests), target.new.generation, np.uint64))
 
-    def _install(self, target: _Target, change: BlockChange | None) -> bool:
-        """Make the blocks the key's; False where it has changed meanwhile, and all is to be done again."""
+    def _install(self, target: _Target, change: BlockChange | None) -> Row | None:
+        """Make the blocks the key's, whose row is returned; None where it has changed meanwhile: all is done again."""
         working_set, row = self._working_set, target.row
         with self._condition:
             entry = working_set.idle_entry(self._key, "write of a part")
             if entry is not target.entry or entry.row is not target.found or not self._may_write(entry):
-                return False
+                return None
             working_set.drop(entry)
             if change is None:
-                self._working_set.streamed(entry, replace(target.new, digests=self._digests().tobytes()))
+                digests = self._located(target).digests
+                assert digests is not None
+                self._working_set.streamed(entry, replace(target.new, digests=digests.tobytes()))
             else:
                 entry.state = EntryState.STORED
                 self._working_set.parts_written(entry, row, change)
             working_set.streamed_out_bytes += int(target.nbytes_of(target.blocks).sum())
-            return True
+            return entry.row

@@ -38,7 +38,7 @@ class Readers:
         """``origin``: the extents of the row that the first version was before it had pages, which may be read, too."""
         self.last_version = 0
         self.origin = origin
-        self.stamps: dict[int, int] = {}  # page -> the version that a commit last wrote it for
+        self.stamps: dict[int, int] = {}  # page -> the version that the catalog's was made for
         self._active: dict[Any, int] = {}  # how many read each version, which is a Pages of paged_rows.py
         self._waiting: list[tuple[int, list[Extent]]] = []  # a heap: the version that gave them up, the extents
 

@@ -53,9 +53,7 @@ class Batch:
 
     __slots__ = ("_devices", "_lock", "_num_left", "_on_done", "_operations", "error", "is_done", "is_write")
 
-    def __init__(
-        self, devices: Sequence[Device], pieces: Iterable[Piece], io_class: IOClass, on_done: OnDone
-    ) -> None:
+    def __init__(self, devices: Sequence[Device], pieces: Iterable[Piece], io_class: IOClass, on_done: OnDone) -> None:
         """``pieces`` are aligned, and as long as their memory."""
         self.error: Exception | None = None
         self.is_done = False  # for the window, which sets it under the store's lock

@@ -147,7 +147,7 @@ class Refusals:
     """The one refusal of calls that cannot be served. It refers to no store, and to nothing of the store's user."""
 
     __slots__ = (
-        "__weakref__", "_failure", "_is_held_here", "_is_read_only", "_process", "mark", "nested_calls", "service",
+        "__weakref__", "_failure", "_is_held_here", "_process", "is_read_only", "mark", "nested_calls", "service",
         "told",
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ class Refusals:
         self.told: set[int] = set()  # threads, by number, that know of the failure
         self._failure: tuple[Exception, str] | None = None
         self._is_held_here = condition.is_held_here
-        self._is_read_only = is_read_only
+        self.is_read_only = is_read_only
         self._process = this_process()
         after_fork(self, Refusals._note_fork)
 
@@ -174,7 +174,7 @@ class Refusals:
             self.nested_calls.refuse()
         if self.service is not Service.SERVES or self.mark.reason:
             self.refuse()
-        if writing and self._is_read_only:
+        if writing and self.is_read_only:
             raise UsageError('the store was opened with mode="r": nothing can be written; open it with mode="a"')
 
     def refuse(self) -> None:

@@ -213,6 +213,7 @@ class Tile:
         for index, fields in enumerate(self.moments):
             for field in fields:
                 if index == self._layout.marks:
+                    field.masked_fill_(field.isnan(), 0.0)  # its sign is the processor's, and no mark
                     field.view(torch.int32).bitwise_and_(-1 << 31)
                 else:
                     field.zero_()

@@ -168,7 +168,7 @@ class UnitGradients:
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"parameter {segment.name}: a {gradient.layout} gradient; expected a dense one: build the embedding"
-                " with sparse=False, or keep the table out of the model, in store.create_rows(..., state=\"adam\"),"
+                ' with sparse=False, or keep the table out of the model, in store.create_rows(..., state="adam"),'
                 " and update its rows by tiered.RowSparseAdam"
             )
         if segment.grad_offset < 0:

@@ -216,7 +216,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self.title):
                 numel, before, managed = layout_of(committed, (s for unit in units for s in unit.segments))
-        tile_numel = tile_numel_for(numel, [segment.numel for segment in self._segments.values()])
+        # Order: of those that are trained, as the shares of the budget were cut; a larger one takes more tiles.
+        tile_numel = tile_numel_for(numel, [s.numel for p, s in self._segments.items() if p.requires_grad])
         working_set = self._store.working_set
         tier = ComputeTier(working_set) if engine is None else engine.tier
         self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
