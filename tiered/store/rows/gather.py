@@ -267,8 +267,8 @@ class Gather:
         """Return the devices, the reads, which start at their places in memory, and where the blocks are then."""
         places = located.places
         if not row.ranges:
-            if len(places.start) == 1:
-                return self._space.devices, places._replace(start=at), at
+            if len(places.start) == len(blocks):  # each block in one extent
+                return self._space.devices, places._replace(start=at).runs(), at
             index = np.searchsorted(blocks, places.start // row.block_nbytes)
             reads = places._replace(start=at[index] + places.start % row.block_nbytes).runs()
             return self._space.devices, reads, at
