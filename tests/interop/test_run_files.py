@@ -221,3 +221,15 @@ def test_an_export_that_fails_leaves_no_new_folder(tmp_path: Path, monkeypatch: 
     (tmp_path / "files").mkdir()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
     assert not list((tmp_path / "files").iterdir())
+
+
+def test_a_model_of_which_a_key_is_gone_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with debug_store(tmp_path / "run") as store:
+        tiered.shard(nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)), store)
+        store.commit()
+    with debug_store(tmp_path / "run") as store:
+        del store["model/parameters/1"]
+        store.commit()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "files")]) == 2
+    assert "holds this model without 'model/parameters/1': dropped or deleted" in capsys.readouterr().err
+    assert not (tmp_path / "files").exists()

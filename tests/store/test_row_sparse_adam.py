@@ -130,6 +130,10 @@ def test_a_sparse_embedding_of_a_sharded_model_is_refused_and_its_rows_are_train
         model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 1))
         weight, head = model[0].weight.detach().clone(), [p.detach().clone() for p in model[1].parameters()]
         tiered.shard(model, store)
+        with pytest.raises(UsageError, match=r"read and written under tiered\.unsharded"):
+            store.rows("model/parameters/0")
+        with tiered.unsharded(model[0]):  # the remedy
+            assert torch.equal(model[0].weight, weight)
         with pytest.raises(
             UsageError, match=r"store\.create_rows\(\.\.\., state=.adam.\), and update its rows"
         ):

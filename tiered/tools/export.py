@@ -21,6 +21,7 @@ from tiered.tools.console import confirm
 from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.layout import SegmentSpec, UnitLayout, committed_layouts
+from tiered.zero.model_state import refuse_missing
 
 __all__ = ["export", "import_files"]
 
@@ -147,7 +148,7 @@ class CommittedTensors:
     """
 
     def __init__(self, store: Store) -> None:
-        """Raises UsageError for a state that is no model's."""
+        """Raises UsageError for a state that is no model's, and for a model of which keys are gone."""
         state = store.registered_state("tiered.model")
         self._store = store
         self._lease: Lease | None = None
@@ -159,13 +160,15 @@ class CommittedTensors:
             self._add_plain_tensors()
             return
         with taking_apart("tiered.model", by="model"):
-            for _, layout in committed_layouts(state):
+            layouts = [layout for _, layout in committed_layouts(state)]
+            for layout in layouts:
                 self._add(layout)
             persistent = set(state.get("persistent", state["buffers"]))
             self.tensors |= {name: each for name, each in state["buffers"].items() if name in persistent}
             self.tensors |= dict(state.get("added", {}))
             self.tied = dict(state.get("tied", {}))
             self.files = _files(state)
+        refuse_missing(store, (span.key for layout in layouts for span in layout.spans))
 
     def _add_plain_tensors(self) -> None:
         for record in self._store.records():

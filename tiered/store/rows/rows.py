@@ -294,6 +294,7 @@ class RowStore(Protocol):
     """The store that a table is in, as tables and their optimizers use it."""
 
     def __contains__(self, key: object) -> bool: ...
+    def registered(self, name: str) -> Any: ...
     def create_rows(self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype) -> Rows: ...
     def rows(self, keys: str) -> Rows: ...
     def register(self, name: str, item: Any) -> None: ...
@@ -330,6 +331,12 @@ class Rows:
         """Made by ``Store.rows``. ``settled(key)`` returns ``key`` once no update works with it."""
         self.store = store
         self.keys = list(keys)
+        for key in keys:
+            if key.startswith("model/") and store.registered("tiered.model") is not None:
+                raise UsageError(
+                    f"rows of {key!r}: the key is the model's, which is sharded into this store; its parameters are"
+                    " read and written under tiered.unsharded"
+                )
         self._access = access
         self._settled = settled
         specs = [access.spec(settled(key)) for key in keys]
