@@ -148,7 +148,7 @@ class CommittedTensors:
     """
 
     def __init__(self, store: Store) -> None:
-        """Raises UsageError for a state that is no model's, and for a model of which keys are gone."""
+        """Raises UsageError for a state that is no model's, and for a model that lacks some of its keys."""
         state = store.registered_state("tiered.model")
         self._store = store
         self._lease: Lease | None = None
