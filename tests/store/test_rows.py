@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.devices.simulated_disk import SimulatedDisk
-from tests.store.rig import numbers, simulated_store, stored
+from tests.store.rig import await_true, numbers, simulated_store, stored
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.places import Places, extents_of
 from tiered.store.format.row import Extent, pack, pieces
@@ -220,6 +220,39 @@ def test_rows_go_into_a_tensor_of_the_caller() -> None:
         assert store.rows("t").get([1, 1, -2], out=out) is out and torch.equal(out, table[[1, 1, -2]])
         with pytest.raises(ValueError, match=r"expected out of torch\.float32"):
             store.rows("t").get([1], out=out)
+
+
+def test_rows_that_were_asked_for_ahead_are_those_of_the_get(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        table = torch.randn(5000, 1024)
+        rows = store.create_rows("t", 5000, (1024,), torch.float32)
+        rows.put(range(5000), table)
+        store.commit()
+        index = torch.randint(-5000, 5000, (400,))
+        rows.prefetch(index)
+        await_true(lambda: rows._ahead is not None and rows._ahead._found is not None)
+        before = store.statistics().read_bytes
+        assert torch.equal(rows.get(index), table[index])
+        assert store.statistics().read_bytes == before
+        out = torch.empty(400, 1024)
+        rows.prefetch(index)
+        assert rows.get(index, out=out) is out and torch.equal(out, table[index])
+        rows.prefetch(index)
+        rows.put([int(index[0])], torch.ones(1, 1024))  # what was read before it is not the answer
+        changed = table.clone()
+        changed[index[0]] = 1
+        assert torch.equal(rows.get(index), changed[index])
+        rows.prefetch(index)
+        store.rollback()
+        assert torch.equal(rows.get(index), table[index])
+        rows.prefetch(index)
+        assert torch.equal(rows.get([1]), table[[1]]) and torch.equal(rows.get(index), table[index])
+        with pytest.raises(IndexError):
+            rows.prefetch([5000])
+        rows.prefetch(index)
+        del store["t"]
+        with pytest.raises(KeyError):
+            rows.get(index)
 
 
 def test_a_flipped_bit_names_row_file_and_offset(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 
 from tiered.bytes.arena import Buffer
+from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.host_tensor import address_of
-from tiered.errors import UsageError
+from tiered.errors import CapacityError, UsageError
 from tiered.store.format.places import Ints
 from tiered.store.format.row import Spec
 from tiered.store.residency.entry import EntryState
@@ -45,6 +47,10 @@ class PartAccess:
         self._condition = working_set.condition
         self._gather = Gather(working_set, BlockPlaces(working_set))
         self._writing: set[str] = set()  # keys
+
+    def version(self, key: str) -> int:
+        """Return a number that the bytes of ``key`` share with none before them."""
+        return self._working_set.version(key)
 
     def spec(self, key: str) -> Spec:
         """Return the looks of ``key``. KeyError; raises UsageError for a tensor that has no rows."""
@@ -290,6 +296,33 @@ class _Shard(NamedTuple):
     num_rows: int
 
 
+class _Ahead:
+    """Rows on their way, in a thread of their own, for a ``get`` that comes later."""
+
+    def __init__(self, numbers: torch.Tensor, versions: list[int], read: Callable[[], torch.Tensor]) -> None:
+        self._numbers = numbers
+        self._versions = versions
+        self._read = read
+        self._found: torch.Tensor | None = None
+        self._thread: BoundedThread | None = BoundedThread(target=self._run, name="tiered-rows-ahead")
+        try:
+            self._thread.start()
+        except CapacityError:  # there can be no thread: the get reads
+            self._thread = None
+
+    def _run(self) -> None:
+        # Order: an error is the get's own to find, which reads again then.
+        with contextlib.suppress(Exception):
+            self._found = self._read()
+
+    def take(self, numbers: torch.Tensor, versions: list[int]) -> torch.Tensor | None:
+        """Return the rows ``numbers`` once they are there; None where they are others, or of another version."""
+        if self._thread is None or versions != self._versions or not torch.equal(numbers, self._numbers):
+            return None
+        self._thread.join()
+        return self._found
+
+
 class RowStore(Protocol):
     """The store that a table is in, as tables and their optimizers use it."""
 
@@ -339,6 +372,7 @@ class Rows:
                 )
         self._access = access
         self._settled = settled
+        self._ahead: _Ahead | None = None
         specs = [access.spec(settled(key)) for key in keys]
         if not specs:
             raise ValueError("rows of no keys: expected one key or several")
@@ -375,7 +409,27 @@ class Rows:
         ``out`` is contiguous, of that shape and dtype, on any device, and does not require grad; page-locked, if it is
         to be copied to a device next.
         """
-        selection = _Selection.of(self.numbers(index).numpy())
+        numbers = self.numbers(index)
+        ahead, self._ahead = self._ahead, None
+        found = None if ahead is None else ahead.take(numbers, self._versions())
+        if found is not None:
+            return found if out is None else result_for(Spec.like(found), self.keys[0], out, out.device).copy_(found)
+        return self._get(numbers, out)
+
+    def prefetch(self, index: torch.Tensor | Iterable[int]) -> None:
+        """Begin to read the rows that ``index`` names, for the next ``get``: a hint, which does not block.
+
+        A ``get`` of the same rows returns them, unless the table was written meanwhile; a ``get`` of other rows, and
+        the next ``prefetch``, drop them. They are in a tensor outside the DRAM budget, as the result of ``get`` is.
+        """
+        numbers = self.numbers(index)
+        self._ahead = _Ahead(numbers, self._versions(), functools.partial(self._get, numbers, None))
+
+    def _versions(self) -> list[int]:
+        return [self._access.version(key) for key in self.keys]
+
+    def _get(self, numbers: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        selection = _Selection.of(numbers.numpy())
         spec = Spec(self.dtype, (len(selection.order), *self.row_shape))
         result = result_for(spec, self._shards[0].key, out, torch.device("cpu"))
         host = result if result.device.type == "cpu" else new_tensor(spec, self._shards[0].key)
