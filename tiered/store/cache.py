@@ -68,6 +68,8 @@ class Cache(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a copy of the tensor of ``name``, which is the most recently used one then. KeyError."""
+        if not isinstance(name, str):
+            raise KeyError(f"expected a str as the name, got {type(name).__name__}")
         value = self._store[self._key(name)]
         self._use(name)
         return value
@@ -90,6 +92,8 @@ class Cache(MutableMapping[str, torch.Tensor]):
     def __delitem__(self, name: str) -> None:
         """Drop ``name``. KeyError; LeaseError while it is leased for writing."""
         with self._lock:
+            if name not in self:
+                raise KeyError(name)
             del self._store[self._key(name)]
             self._order.pop(name, None)
             self._is_changed = True

@@ -43,6 +43,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """Return a copy of the tensor of ``key``, the caller's own. KeyError."""
+        if not isinstance(key, str):  # as in any mapping: no such key is there
+            raise KeyError(f"expected a str as the key, got {type(key).__name__}")
         return self._values.get(self._producers.settled(key))
 
     def get(
