@@ -125,10 +125,11 @@ def test_only_the_blocks_of_the_rows_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1024, 1000, 3])
-def test_rows_in_place(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize("dram", ["64MiB", "8MiB"])  # of 1,024 and of 256 blocks a buffer
+def test_rows_in_place(tmp_path: Path, width: int, dram: str) -> None:
     table = torch.randn(3000, width)
     save_file({"other": numbers(77), "t": table}, tmp_path / "base.safetensors")
-    with Store(tmp_path / "run", dram="64MiB", external=[tmp_path / "base.safetensors"]) as store:
+    with Store(tmp_path / "run", dram=dram, external=[tmp_path / "base.safetensors"]) as store:
         store.adopt("t", tmp_path / "base.safetensors", "t", block_size="4KiB")
         rows = store.rows("t")
         index = torch.randint(-3000, 3000, (400,))
@@ -142,6 +143,15 @@ def test_rows_in_place(tmp_path: Path, width: int) -> None:
         expected = table.clone()
         expected[5], expected[-1] = table[0], table[1]
         assert torch.equal(rows.get(range(3000)), expected)
+        store.rollback()
+        for start in (0, 5, 3000 * width - 4):
+            store.write_part("t", start, torch.ones(4))
+            store.rows("t").add([0, 2999], table[:2])
+            store.rollback()
+        store.write_part("t", 3000 * width - 4, torch.ones(4))
+        expected = table.clone()
+        expected.view(-1)[-4:] = 1
+        assert torch.equal(store["t"], expected)
 
 
 def test_a_large_adopted_table_is_not_copied_for_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +220,15 @@ def test_calls_that_cannot_be_are_refused_and_change_nothing() -> None:
         with pytest.raises(UsageError, match=r"it was torch.float32 \[10, 2000\] and is torch.float32 \[3, 4\] by now"):
             rows.get([1])
         assert store.rows("t").get([1]).shape == (1, 4)
+
+
+def test_a_dtype_that_torch_does_not_add_is_refused_and_the_store_goes_on() -> None:
+    with simulated_store(budget_nbytes=1 * MiB) as store:
+        rows = store.create_rows("t", 10, (4096,), torch.float8_e4m3fn)
+        with pytest.raises(TypeError, match=r"rows of 't': torch adds no torch\.float8_e4m3fn"):
+            rows.add([1], torch.zeros(1, 4096).to(torch.float8_e4m3fn))
+        rows.put([1], torch.ones(1, 4096).to(torch.float8_e4m3fn))
+        assert rows.get([1]).float().all()
 
 
 def test_rows_go_into_a_tensor_of_the_caller() -> None:

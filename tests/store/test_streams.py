@@ -93,3 +93,15 @@ def test_an_eviction_waits_for_the_write_that_is_on_its_way() -> None:
     thread.join(WAIT_S)
     assert freed == [12 * KiB] and torch.equal(store["a"], numbers(12 * KiB))
     gated.close()
+
+
+@pytest.mark.parametrize("durable", [True, False])
+@pytest.mark.parametrize("numel", [0, 1, 200, 5000])
+def test_a_key_that_was_written_under_a_lease_is_evicted(durable: bool, numel: int) -> None:
+    with simulated_store(budget_nbytes=MiB, durable=durable, deadline_s=5.0) as store:
+        store["k"] = torch.zeros(numel)
+        with store.lease("k", "rw") as view:
+            view += 1
+        store.evict(["k"])
+        assert not store.statistics().working_set.resident_bytes
+        assert torch.equal(store["k"], torch.ones(numel))

@@ -202,7 +202,7 @@ class MemoryWait(SwapInOut):
                     self._evict(name)
                     return residence.buffer.nbytes
                 if entry.state is EntryState.DIRTY:
-                    transfers, shortage = self.plan_writes([entry], entry.nbytes)
+                    transfers, shortage = self.plan_writes([entry], max(1, entry.nbytes))
                 if name not in self.clean and not transfers and shortage is None:
                     self.wait_for_entry(entry, deadline)
             start_all(transfers)

@@ -71,10 +71,8 @@ class Segments(NamedTuple):
     def pieces(self, blocks: Ints, at: Ints, block_nbytes: int) -> Pieces:
         """Return what of them is in ``blocks``, some of their blocks one after another, at the places ``at``."""
         low, high = int(blocks[0]) * block_nbytes, (int(blocks[-1]) + 1) * block_nbytes
-        first, starts = 0, self.starts
-        if len(starts) > 1:
-            first = int(np.searchsorted(starts, low - self.nbytes, "right"))
-            starts = starts[first : int(np.searchsorted(starts, high))]
+        first = int(np.searchsorted(self.starts, low - self.nbytes, "right"))
+        starts = self.starts[first : int(np.searchsorted(self.starts, high))]
         begin, end = np.maximum(starts, low), np.minimum(starts + self.nbytes, high)
         index = np.searchsorted(blocks, begin // block_nbytes)
         return Pieces(first, at[index] + begin - blocks[index] * block_nbytes, begin - starts, end - begin)

@@ -446,8 +446,14 @@ class Rows:
     def add(self, index: torch.Tensor | Iterable[int], values: torch.Tensor) -> None:
         """Add ``values``, (n, *row_shape), to the rows that ``index`` names; equal indices in their order.
 
-        The bits are those of ``Tensor.index_add_(0, index, values)``. No other write comes in between.
+        The bits are those of ``Tensor.index_add_(0, index, values)``. No other write comes in between. Raises TypeError
+        for a dtype that torch does not add.
         """
+        one = torch.zeros(1, dtype=self.dtype)
+        try:  # order: outside of the store, which a failure in the middle of a change would end
+            one.index_add_(0, torch.zeros(1, dtype=torch.int64), one.clone())
+        except RuntimeError as error:
+            raise TypeError(f"rows of {self.keys[0]!r}: torch adds no {self.dtype} ({error})") from error
         self._write(index, values, needs_old=True)
 
     def _write(self, index: torch.Tensor | Iterable[int], values: torch.Tensor, *, needs_old: bool) -> None:
