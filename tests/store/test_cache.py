@@ -177,3 +177,38 @@ def test_a_cache_does_not_commit_what_is_registered() -> None:
         assert store.generation == generation + 1
         cache[str(number)] = numbers(10_000, number)
         assert torch.equal(cache[str(number)], numbers(10_000, number)) and cache.nbytes <= 100 * KiB
+
+
+def test_keys_that_came_another_way_are_counted_at_the_next_put() -> None:
+    with simulated_store(SimulatedDisk(capacity_nbytes=4 * MiB), budget_nbytes=MiB) as store:
+        cache = store.cache("c/", capacity="200KiB")
+        for number in range(5):
+            cache[str(number)] = numbers(10_000, number)
+        for number in range(60):
+            store[f"c/other {number}"] = numbers(10_000, number)
+        assert cache.nbytes > 200 * KiB  # they are no puts of the cache
+        cache["5"] = numbers(10_000, 5)
+        assert cache.nbytes <= 200 * KiB and torch.equal(cache["5"], numbers(10_000, 5))
+
+
+def test_names_take_their_part_of_the_capacity_and_the_first_ones_make_way() -> None:
+    with simulated_store(SimulatedDisk(capacity_nbytes=8 * MiB), budget_nbytes=MiB) as store:
+        cache = store.cache("c/", capacity="300KiB")
+        for number in range(120):
+            cache[f"{number}" + "x" * 3000] = numbers(10, number)
+        store.commit()
+        assert 20 < len(cache) < 60 and cache.nbytes <= 300 * KiB
+
+
+def test_an_order_that_a_rollback_took_back_is_put_again(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        cache = store.cache("c/", capacity="1MiB")
+        for name in "abc":
+            cache[name] = numbers(5000)
+        store.commit()
+        cache["a"]
+        cache._put_order("commit")  # of a commit that is refused then
+        store.rollback()
+        store.commit()
+    with Store(tmp_path / "run", dram="16MiB") as store:
+        assert list(store.cache("c/", capacity="1MiB")._order) == ["b", "c", "a"]

@@ -119,8 +119,9 @@ def test_what_cannot_be_updated_is_refused() -> None:
                 optimizer.step([0], grad)
         with pytest.raises(IndexError):
             optimizer.step([30], torch.zeros(1, 2))
-        with pytest.raises(UsageError, match="rows/t"):
-            tiered.RowSparseAdam(rows)
+        for keys in ("t", ["t", "t/exp_avg"]):
+            with pytest.raises(UsageError, match="the rows of 't' have an optimizer already, which is rows/t"):
+                tiered.RowSparseAdam(store.rows(keys))
         assert optimizer.state_dict()["step"] == 0
 
 

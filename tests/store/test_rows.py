@@ -29,6 +29,7 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((1025,), torch.float32),
     ((5000,), torch.uint8),
     ((), torch.int64),
+    ((), torch.bfloat16),
     ((4096,), torch.float8_e4m3fn),
     ((2,), torch.complex64),
 ]
@@ -180,6 +181,9 @@ def test_a_large_adopted_table_is_not_copied_for_a_row(tmp_path: Path, monkeypat
         (torch.ones(10, dtype=torch.bool), TypeError, r"got torch.bool \[10\]"),
         (torch.zeros(2, 2).long(), TypeError, r"got torch.int64 \[2, 2\]"),
         (torch.tensor(3), TypeError, r"got torch.int64 \[\]"),
+        (torch.tensor([2**64 - 1], dtype=torch.uint64), IndexError, "at place 0, of a table of 10 rows"),
+        ([2**70], TypeError, "expected an index of whole numbers"),
+        ([None, 1], TypeError, "expected an index of whole numbers"),
     ],
 )
 def test_what_is_no_index_is_refused(index: Any, error: type[Exception], message: str) -> None:
@@ -199,6 +203,7 @@ def test_calls_that_cannot_be_are_refused_and_change_nothing() -> None:
         store["number"] = torch.tensor(1.0)
         rows = store.rows("t")
         assert rows.get([]).shape == (0, 2000) and rows.get(np.array([1, -1])).shape == (2, 2000)
+        assert torch.equal(rows.get(np.arange(10)[::-1]), table.flip(0))
         rows.put([], torch.zeros(0, 2000))
         for values in (torch.zeros(3, 2000), torch.zeros(2, 2001), torch.zeros(2, 2000).double(), torch.zeros(2)):
             with pytest.raises(ValueError, match=r"expected values of torch.float32 \[2, 2000\], got"):
@@ -209,6 +214,8 @@ def test_calls_that_cannot_be_are_refused_and_change_nothing() -> None:
             store.rows("number")
         with pytest.raises(ValueError, match="rows of no keys"):
             store.rows([])
+        with pytest.raises(ValueError, match="expected state None or"):
+            store.create_rows("t", 5, (3,), torch.float32, state="sgd")
         with pytest.raises(ValueError, match="no tensor is"):
             store.create_rows("x", -1, (3,), torch.float32)
         with store.lease("t", "rw"):
@@ -220,6 +227,10 @@ def test_calls_that_cannot_be_are_refused_and_change_nothing() -> None:
         with pytest.raises(UsageError, match=r"it was torch.float32 \[10, 2000\] and is torch.float32 \[3, 4\] by now"):
             rows.get([1])
         assert store.rows("t").get([1]).shape == (1, 4)
+        rows = store.rows("t")
+        del store["t"]
+        with pytest.raises(KeyError):
+            rows.get([])
 
 
 def test_a_dtype_that_torch_does_not_add_is_refused_and_the_store_goes_on() -> None:
@@ -293,6 +304,9 @@ def test_a_flipped_bit_names_row_file_and_offset(tmp_path: Path) -> None:
         error = caught.value
         assert (error.key, error.row, error.offset) == ("t", 77, place.offset)
         assert error.file == str(tmp_path / "run" / "data-000")
+        with pytest.raises(CorruptionError, match=r"row 77 of 't' is damaged") as caught:
+            rows.add([77], torch.ones(1, 1024))
+        assert caught.value.row == 77
         rows.put([77], torch.ones(1, 1024))  # whole blocks need nothing of what was there
         assert rows.get([77]).all()
 

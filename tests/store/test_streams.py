@@ -105,3 +105,16 @@ def test_a_key_that_was_written_under_a_lease_is_evicted(durable: bool, numel: i
         store.evict(["k"])
         assert not store.statistics().working_set.resident_bytes
         assert torch.equal(store["k"], torch.ones(numel))
+
+
+def test_a_key_that_two_threads_evict_is_evicted() -> None:
+    with simulated_store(budget_nbytes=MiB, deadline_s=10.0) as store:
+        for number in range(30):
+            store["a"] = numbers(12 * KiB, number)
+            threads = [threading.Thread(target=store.evict, args=(["a"],)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(WAIT_S)
+            assert not store.statistics().working_set.resident_bytes
+            assert torch.equal(store["a"], numbers(12 * KiB, number))

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tiered.errors import CapacityError, LeaseError
+from tiered.store.residency.entry import new_version
 from tiered.store.residency.residency import Residency
 from tiered.units import format_bytes
 
@@ -58,7 +59,8 @@ class Cache(MutableMapping[str, torch.Tensor]):
         self._store = store
         self._lock = threading.RLock()  # guards all below, and one put at a time
         self._order: OrderedDict[str, None] = OrderedDict()  # names, least recently used first
-        self._most_nbytes = capacity + 1  # they take no more than that: for now, a count is needed
+        self._most_nbytes = capacity  # they take no more than that, as long as nobody else changes a key
+        self._version = 0  # of the store's keys, after the last put
         self._is_changed = False  # the order, since it was last put
         if prefix + _ORDER in store:
             names = json.loads(bytes(store[prefix + _ORDER].tolist()))
@@ -88,6 +90,7 @@ class Cache(MutableMapping[str, torch.Tensor]):
             self._most_nbytes += nbytes
             self._store[key] = value
             self._use(name)
+            self._version = new_version()
 
     def __delitem__(self, name: str) -> None:
         """Drop ``name``. KeyError; LeaseError while it is leased for writing."""
@@ -149,27 +152,32 @@ class Cache(MutableMapping[str, torch.Tensor]):
 
     def _make_room(self, name: str, nbytes: int) -> None:
         """Have ``nbytes`` free of the capacity for ``name``; drop others and commit where that must be."""
-        if self._most_nbytes + nbytes <= self.capacity:
+        is_known = new_version() == self._version + 1  # no key has changed since
+        if is_known and self._most_nbytes + nbytes + self._order_nbytes(name) <= self.capacity:
             return
         self._add_others()
-        most = self.capacity - self._order_nbytes(name) - nbytes
         taken, left = self._taken()
-        if taken > most:
-            goal = most - self.capacity // _SLACK
+        if taken + nbytes + self._order_nbytes(name) > self.capacity:
+            goal = self.capacity - self.capacity // _SLACK - nbytes
+            order = len(_encoded([*self._order, name]))
             for other in [each for each in self._order if each != name]:
-                if left <= goal:
+                if left + 2 * self._nbytes(order) <= goal:
                     break
                 left -= self._drop(other)
+                order -= len(_encoded([other])) - 1
             taken, left = self._taken()
-        if taken > most:
-            self._commit(taken - most)
+        missing = taken + nbytes + self._order_nbytes(name) - self.capacity
+        if missing > 0 and left < taken:
+            self._commit(missing)
             taken, _ = self._taken()
-        if taken > most:
+            missing = taken + nbytes + self._order_nbytes(name) - self.capacity
+        if missing > 0:
             raise CapacityError(
                 f"cache {self.prefix!r}: {format_bytes(nbytes)} are needed for {name!r}, {format_bytes(taken)} of"
-                f" {format_bytes(self.capacity)} are taken by keys that are leased; release the leases"
+                f" {format_bytes(self.capacity)} are taken by keys that are leased or being committed; release leases,"
+                " or try again"
             )
-        self._most_nbytes = taken + self._order_nbytes(name)
+        self._most_nbytes = taken
 
     def _taken(self) -> tuple[int, int]:
         """Return what the keys but the order take, and what they will take after a commit."""
@@ -197,9 +205,10 @@ class Cache(MutableMapping[str, torch.Tensor]):
 
     def _put_order(self, word: str) -> None:
         """Have the order in the commit that is about to come; a guard of the store."""
-        if word not in ("commit", "close"):
-            return
         with self._lock:
+            if word not in ("commit", "close"):
+                self._is_changed = True  # a rollback takes back the order, too, that was put last
+                return
             if self._is_changed and not self._store.is_read_only:
                 self._add_others()
                 encoded = _encoded(self._order)

@@ -156,6 +156,8 @@ class Store(TensorMapping):
         is (num_rows, 3, *row_shape). It is written to the device at once, and nothing of it is in DRAM; a commit makes
         it durable. Raises ValueError, CapacityError.
         """
+        if state not in (None, "adam"):
+            raise ValueError(f'create_rows({key!r}): expected state None or "adam", got {state!r}')
         if state is not None and dtype is not torch.float32:
             raise ValueError(f"create_rows({key!r}): state={state!r} is for rows of torch.float32, got {dtype}")
         shape = (num_rows, *row_shape) if state is None else (num_rows, NUM_WITH_ADAM, *row_shape)

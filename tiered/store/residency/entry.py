@@ -29,6 +29,7 @@ __all__ = [
     "Record",
     "Residence",
     "Stored",
+    "new_version",
     "tensor_over",
 ]
 
@@ -206,7 +207,7 @@ class Entry:
 
     def outdate(self) -> None:
         """The bytes are others from now on: ``version`` is a number that no bytes of any key have had."""
-        self.version = next(_versions)
+        self.version = new_version()
 
     @property
     def is_inline(self) -> bool:
@@ -257,3 +258,8 @@ class Entry:
 
 
 _versions = itertools.count(1)
+
+
+def new_version() -> int:
+    """Return a number above all that bytes have had; the next one is above it by one where none changed meanwhile."""
+    return next(_versions)

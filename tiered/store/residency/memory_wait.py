@@ -204,7 +204,8 @@ class MemoryWait(SwapInOut):
                 if entry.state is EntryState.DIRTY:
                     transfers, shortage = self.plan_writes([entry], max(1, entry.nbytes))
                 if name not in self.clean and not transfers and shortage is None:
-                    self.wait_for_entry(entry, deadline)
+                    # Order: without a claim, which would keep the entry from being offered to another such caller.
+                    deadline.wait(self.condition, (self.commit_progress(), self.space.progress.num_blocks))
             start_all(transfers)
             if shortage is not None:
                 self.grow(shortage)

@@ -38,6 +38,9 @@ class RowSparseAdam:
             raise TypeError(f"RowSparseAdam: expected rows of torch.float32, got {rows.dtype}")
         if not (lr >= 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(f"RowSparseAdam: expected lr >= 0, eps > 0 and betas in [0, 1), got {lr}, {eps}, {betas}")
+        for key in rows.keys:
+            if rows.store.registered(f"rows/{key}") is not None:
+                raise UsageError(f"RowSparseAdam: the rows of {key!r} have an optimizer already, which is rows/{key}")
         self.lr, self.betas, self.eps = lr, betas, eps
         self._rows, self._num_steps = rows, 0
         self._tables: list[Rows] = []
@@ -48,7 +51,8 @@ class RowSparseAdam:
                 self._tables.append(rows.store.rows(key))
                 if (len(self._tables[-1]), self._tables[-1].row_shape) != (len(rows), rows.row_shape):
                     raise UsageError(f"RowSparseAdam: {key!r} holds no moments of {rows!r}; delete the key")
-        rows.store.register(f"rows/{rows.keys[0]}", self)
+        for key in rows.keys:
+            rows.store.register(f"rows/{key}", self)
 
     def step(self, index: torch.Tensor | Iterable[int], grad: torch.Tensor) -> None:
         """Take a step on the rows that ``index`` names, with their gradients ``grad``, (n, *row_shape) of fp32; blocks.

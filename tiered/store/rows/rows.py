@@ -169,6 +169,7 @@ class _PartWrite:
     """New elements of a flattened tensor, from ``start`` on."""
 
     needs_old = False
+    record_nbytes = 0
 
     def __init__(self, key: str, start: int, value: torch.Tensor) -> None:
         """``value`` is contiguous."""
@@ -265,6 +266,7 @@ class _RowWrite(_Some):
         super().__init__(*where)  # type: ignore[arg-type]
         self._values = values
         self.needs_old = needs_old
+        self.record_nbytes = self._table.record_nbytes
 
     def apply(self, pieces: Pieces, memory: Bytes) -> None:
         nbytes = self._table.row_nbytes
@@ -284,7 +286,10 @@ class _RowWrite(_Some):
         dtype = self._table.dtype
         source = torch.from_numpy(np.ascontiguousarray(self._values[order[bounds[first] : bounds[last]], part]))
         number = np.repeat(np.arange(last - first), np.diff(bounds[first : last + 1]))
-        torch.from_numpy(old).view(dtype).index_add_(0, torch.from_numpy(number), source.view(dtype))
+        rows, added = torch.from_numpy(old).view(dtype), source.view(dtype)
+        if not self._table.row_shape:  # torch adds numbers and rows of one number in different ways
+            rows, added = rows[:, 0], added[:, 0]
+        rows.index_add_(0, torch.from_numpy(number), added)
         return old
 
 
@@ -471,8 +476,9 @@ class Rows:
             self._access.write(self._settled(shard.key), some)
 
     def _parts(self, selection: _Selection) -> Iterable[tuple[_Shard, int, int]]:
-        """Yield the keys that have some of the rows, and which of the selection's these are."""
-        if not self.row_nbytes:
+        """Yield the keys that have some of the rows, and which of the selection's these are. KeyError."""
+        if not self.row_nbytes or not len(selection.rows):
+            self._access.spec(self.keys[0])
             return
         for shard in self._shards:
             first, last = np.searchsorted(selection.rows, (shard.start, shard.start + shard.num_rows)).tolist()
@@ -485,13 +491,15 @@ class Rows:
 
     def numbers(self, index: torch.Tensor | Iterable[int]) -> torch.Tensor:
         """Return ``index`` as numbers from 0 on, int64 on the CPU. Raises TypeError, IndexError."""
-        tensor = index if isinstance(index, torch.Tensor) else torch.as_tensor(_listed(index))
+        tensor = index if isinstance(index, torch.Tensor) else _listed(index, self.keys[0])
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() != 1:
             raise TypeError(
                 f"rows of {self._shards[0].key!r}: expected an index of whole numbers of one dimension, got"
                 f" {tensor.dtype} {list(tensor.shape)}"
             )
         numbers = tensor.detach().cpu().to(torch.int64).numpy()
+        if tensor.dtype is torch.uint64 and (numbers < 0).any():  # beyond any table
+            numbers = np.where(numbers < 0, np.iinfo(np.int64).max, numbers)
         bad = (numbers < -self._num_rows) | (numbers >= self._num_rows)
         if bad.any():
             first = int(np.argmax(bad))
@@ -506,7 +514,10 @@ class Rows:
         return f"<Rows of {keys}: {self._num_rows} of {self.dtype} {list(self.row_shape)}>"
 
 
-def _listed(index: Iterable[int]) -> object:
-    """Return what torch makes a tensor of; an empty list makes one of whole numbers."""
+def _listed(index: Iterable[int], key: str) -> torch.Tensor:
+    """Return a tensor of ``index``; an empty list makes one of whole numbers. Raises TypeError for what makes none."""
     found = index if isinstance(index, np.ndarray) else list(index)
-    return found if len(found) else np.empty(0, np.int64)
+    try:
+        return torch.as_tensor(np.ascontiguousarray(found) if len(found) else np.empty(0, np.int64))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise TypeError(f"rows of {key!r}: expected an index of whole numbers, got {index!r:.80} ({error})") from error

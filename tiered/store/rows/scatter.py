@@ -21,7 +21,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.store.format.checksum import PAGE_BLOCKS, scattered_digests
 from tiered.store.format.places import Ints, Places, pages_of_blocks
-from tiered.store.format.row import Row, Spec, pack, pieces
+from tiered.store.format.row import Page, Row, Spec, pack, pieces
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import BlockChange
 from tiered.store.residency.residency import Residency
@@ -34,6 +34,7 @@ from tiered.units import GiB, format_bytes
 
 __all__ = ["NewBytes", "Scatter"]
 
+_NUM_PAGES = 32  # that are changed together: the arrays of their blocks take some MB beside the budget
 _MOST_COPIED_NBYTES = GiB  # of an adopted record, which the first write to a row copies
 
 
@@ -41,6 +42,7 @@ class NewBytes(Protocol):
     """New bytes of a record: where, and what they are."""
 
     needs_old: bool  # whether they are made of those that are there
+    record_nbytes: int  # of a row of the table that they are written to; 0 where it is none
 
     def segments(self, spec: Spec) -> Segments:
         """Return where they go in a record of ``spec``. Raises ValueError, IndexError where they cannot."""
@@ -265,7 +267,8 @@ class Scatter:
         begin, sizes = blocks * unit, target.nbytes_of(blocks)
         keeps = ~segments.covered(begin, begin + sizes) | self._content.needs_old
         if keeps.any():
-            yield from self._gather.read(row, blocks[keeps], at[keeps], buffer, on_done)
+            record_nbytes = self._content.record_nbytes
+            yield from self._gather.read(row, blocks[keeps], at[keeps], buffer, on_done, record_nbytes)
         self._content.apply(segments.pieces(blocks, at, unit), np.frombuffer(buffer.memory, np.uint8))
         end, stored = int(at[-1] + sizes[-1]), self._stored_nbytes(row, blocks)
         buffer.memory[end:stored] = bytes(stored - end)
@@ -287,25 +290,36 @@ class Scatter:
 
     def _change(self, target: _Target) -> BlockChange:
         """Return the pages of the blocks as they are to be, and what moved; blocks."""
-        row, blocks = target.row, target.blocks
-        unit = row.block_nbytes
-        numbers = np.unique(blocks // PAGE_BLOCKS)
+        new, numbers = self._located(target), np.unique(target.blocks // PAGE_BLOCKS)
+        pages: dict[int, Page] = {}
+        old: list[Places] = []
+        for first in range(0, len(numbers), _NUM_PAGES):
+            some = numbers[first : first + _NUM_PAGES]
+            changed, moved = self._changed_pages(target, new, some)
+            pages.update(zip(some.tolist(), changed, strict=True))
+            old.append(moved)
+        return BlockChange(pages, target.blocks, Places(*(np.concatenate(each) for each in zip(*old, strict=True))))
+
+    def _changed_pages(self, target: _Target, new: Located, numbers: Ints) -> tuple[list[Page], Places]:
+        """Return the pages ``numbers`` with the blocks of ``new`` in them, and the places that these leave."""
+        row, unit = target.row, target.row.block_nbytes
         each = (numbers[:, None] * PAGE_BLOCKS + np.arange(PAGE_BLOCKS)).reshape(-1)
         each = each[: np.searchsorted(each, row.num_blocks)]  # all blocks of these pages
         before = self._places.locate(row, each)
-        index = np.searchsorted(each, blocks)
+        low, high = numbers[0] * PAGE_BLOCKS, (numbers[-1] + 1) * PAGE_BLOCKS
+        ours = slice(*np.searchsorted(target.blocks, (low, high)))
+        index = np.searchsorted(each, target.blocks[ours])
         moved = np.zeros(len(each), np.bool_)
         moved[index] = True
         is_old = moved[np.searchsorted(each, before.places.start // unit)]
-        new = self._located(target)
         assert before.digests is not None and new.digests is not None, row
         digests, generations = before.digests.copy(), before.generations.copy()
-        digests[index], generations[index] = new.digests, new.generations
-        both = zip(before.places.take(~is_old), new.places, strict=True)
+        digests[index], generations[index] = new.digests[ours], new.generations[ours]
+        added = new.places.take(np.arange(*np.searchsorted(new.places.start, (low * unit, high * unit))))
+        both = zip(before.places.take(~is_old), added, strict=True)
         places = Places(*(np.concatenate(columns) for columns in both))
         places = places.take(np.argsort(places.start, kind="stable"))
-        pages = pages_of_blocks(places, digests, generations, unit)
-        return BlockChange(dict(zip(numbers.tolist(), pages, strict=True)), blocks, before.places.take(is_old))
+        return pages_of_blocks(places, digests, generations, unit), before.places.take(is_old)
 
     def _located(self, target: _Target) -> Located:
         """Return where the new blocks lie."""
