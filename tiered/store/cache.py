@@ -81,7 +81,7 @@ class Cache(MutableMapping[str, torch.Tensor]):
         key = self._key(name)
         nbytes = self._nbytes(value.nbytes if isinstance(value, torch.Tensor) else 0)
         with self._lock:
-            if nbytes + self._order_nbytes(name) > self.capacity:
+            if nbytes + 2 * self._nbytes(len(_encoded([name]))) > self.capacity:
                 raise CapacityError(
                     f"cache {self.prefix!r}: {name!r} takes {format_bytes(nbytes)}, the capacity is"
                     f" {format_bytes(self.capacity)}; give a larger capacity="
