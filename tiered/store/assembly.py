@@ -9,6 +9,7 @@ import logging
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 
 from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import this_process
@@ -43,6 +44,7 @@ class Resources:
         self._parts = parts
         self._space = working_set.space
         self._working_set = working_set
+        self.first: Callable[[], object] = bool  # is called before everything is closed, and refers to no store
 
     def watch(self, store: object) -> None:
         """Warn, and give everything back without a commit, should ``store`` be garbage before ``give_back``."""
@@ -51,6 +53,7 @@ class Resources:
 
     def give_back(self) -> None:
         """Close everything; blocks. Raises DeadlineError while something in flight does not complete: call it again."""
+        self.first()
         self._space.close()
         self._parts.close(self._close_arena)
         self._end.detach()

@@ -123,6 +123,7 @@ class Store(TensorMapping):
         self._parts, self.external, self._producers = parts, parts.external, self._generations.producers
         self._condition, self._refusals = self.working_set.condition, self.working_set.refusals
         self._access, self._caches = PartAccess(self.working_set), list[str]()
+        self._resources.first = self._access.give_back
         self._resources.watch(self)
         # Order: before the devices' ends, which were added earlier: a commit that was sealed is finished then.
         at_exit(self, Store._finish_at_exit)

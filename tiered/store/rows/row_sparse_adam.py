@@ -69,7 +69,9 @@ class RowSparseAdam:
         if not grad.numel():
             return
         size = (len(self._rows), *self._rows.row_shape)
-        summed = torch.sparse_coo_tensor(numbers[None], grad.detach().cpu(), size, check_invariants=False).coalesce()
+        summed = torch.sparse_coo_tensor(
+            numbers[None], grad.detach().cpu(), size, dtype=torch.float32, device="cpu", check_invariants=False
+        ).coalesce()
         touched = summed.indices()[0]
         if self._rows.has_adam:
             records = self._rows.records()

@@ -48,6 +48,10 @@ class PartAccess:
         self._gather = Gather(working_set, BlockPlaces(working_set))
         self._writing: set[str] = set()  # keys
 
+    def give_back(self) -> None:
+        """Give back the memory of the decoded pages: the store closes, or is garbage."""
+        self._gather.places.give_back(0)
+
     def version(self, key: str) -> int:
         """Return a number that the bytes of ``key`` share with none before them."""
         return self._working_set.version(key)
@@ -149,7 +153,7 @@ class _PartRead:
     """Elements of a flattened tensor, to be read into ``result``."""
 
     def __init__(self, key: str, start: int, stop: int) -> None:
-        self.result = torch.empty(0)
+        self.result = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._key = key
         self._start = start
         self._stop = stop
@@ -454,9 +458,9 @@ class Rows:
         The bits are those of ``Tensor.index_add_(0, index, values)``. No other write comes in between. Raises TypeError
         for a dtype that torch does not add.
         """
-        one = torch.zeros(1, dtype=self.dtype)
+        one = torch.zeros(1, dtype=self.dtype, device="cpu")
         try:  # order: outside of the store, which a failure in the middle of a change would end
-            one.index_add_(0, torch.zeros(1, dtype=torch.int64), one.clone())
+            one.index_add_(0, torch.zeros(1, dtype=torch.int64, device="cpu"), one.clone())
         except RuntimeError as error:
             raise TypeError(f"rows of {self.keys[0]!r}: torch adds no {self.dtype} ({error})") from error
         self._write(index, values, needs_old=True)
@@ -518,6 +522,6 @@ def _listed(index: Iterable[int], key: str) -> torch.Tensor:
     """Return a tensor of ``index``; an empty list makes one of whole numbers. Raises TypeError for what makes none."""
     found = index if isinstance(index, np.ndarray) else list(index)
     try:
-        return torch.as_tensor(np.ascontiguousarray(found) if len(found) else np.empty(0, np.int64))
+        return torch.from_numpy(np.ascontiguousarray(found) if len(found) else np.empty(0, np.int64))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"rows of {key!r}: expected an index of whole numbers, got {index!r:.80} ({error})") from error

@@ -72,7 +72,7 @@ class Values:
         if not is_kept(spec.dtype) or any(dim < 0 for dim in spec.shape) or len(spec.shape) > MAX_NUM_DIMS:
             raise ValueError(f"rows of {key!r}: no tensor is {spec.dtype} {list(spec.shape)}")
         if spec.nbytes <= INLINE_NBYTES:
-            return self.put(key, torch.zeros(spec.shape, dtype=spec.dtype))
+            return self.put(key, torch.zeros(spec.shape, dtype=spec.dtype, device="cpu"))
         self.working_set.check(writing=True)
         with self.working_set.mark:
             self.working_set.await_seal()
