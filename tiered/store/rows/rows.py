@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -382,6 +383,7 @@ class Rows:
         self._access = access
         self._settled = settled
         self._ahead: _Ahead | None = None
+        self._lock = threading.Lock()  # guards ``_ahead``
         specs = [access.spec(settled(key)) for key in keys]
         if not specs:
             raise ValueError("rows of no keys: expected one key or several")
@@ -419,7 +421,8 @@ class Rows:
         to be copied to a device next.
         """
         numbers = self.numbers(index)
-        ahead, self._ahead = self._ahead, None
+        with self._lock:  # one caller alone gets that tensor
+            ahead, self._ahead = self._ahead, None
         found = None if ahead is None else ahead.take(numbers, self._versions())
         if found is not None:
             return found if out is None else result_for(Spec.like(found), self.keys[0], out, out.device).copy_(found)
@@ -432,7 +435,9 @@ class Rows:
         the next ``prefetch``, drop them. They are in a tensor outside the DRAM budget, as the result of ``get`` is.
         """
         numbers = self.numbers(index)
-        self._ahead = _Ahead(numbers, self._versions(), functools.partial(self._get, numbers, None))
+        ahead = _Ahead(numbers, self._versions(), functools.partial(self._get, numbers, None))
+        with self._lock:
+            self._ahead = ahead
 
     def _versions(self) -> list[int]:
         return [self._access.version(key) for key in self.keys]
