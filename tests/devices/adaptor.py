@@ -31,6 +31,18 @@ class Adaptor(Device):
         """Make ``file`` at least ``nbytes`` long; blocks."""
         self.upstream.grow(file, nbytes)
 
+    def punch(self, file: int, start: int, end: int) -> bool:
+        """Give the space of [start, end) of ``file`` back; blocks."""
+        return self.upstream.punch(file, start, end)
+
+    def fill(self, file: int, start: int, end: int) -> None:
+        """Allocate [start, end) of ``file`` again; blocks."""
+        self.upstream.fill(file, start, end)
+
+    def has_holes(self, file: int) -> bool:
+        """Return whether ``file`` has less space than it is long."""
+        return self.upstream.has_holes(file)
+
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start all ``operations``; does not block on them."""
         self.upstream.submit(operations)

@@ -18,7 +18,7 @@ from tiered.units import TiB
 
 __all__ = ["Kind", "Moment", "Policy", "PowerCutError", "SimulatedDisk"]
 
-Kind = Literal["read", "write", "grow", "flush", "transact"]
+Kind = Literal["read", "write", "grow", "punch", "flush", "transact"]
 Policy = Literal["drop", "keep", "subset", "torn", "torn pages"]
 
 _TEAR_NBYTES = {"torn": 512, "torn pages": 4096}  # what a drive, or the page cache, writes whole or not at all
@@ -203,6 +203,14 @@ class SimulatedDisk(MemoryDisk):
             self._grow(device, file, nbytes, path)
             if change is not None:
                 self._unsynced.append(change)
+
+    def punch(self, device: int, file: int, start: int, end: int, path: str) -> None:
+        """Make a range of a file zeros, not yet durably, and count it as free."""
+        with self._lock:
+            change = _Change(device, file, start, bytes(end - start), 0) if self._can_lose_power else None
+            self._begin("punch", path, change)
+            self._unsynced += [change] if change is not None else []
+        super().punch(device, file, start, end, path)
 
     def flush(self, device: int, path: str) -> None:
         """Make the changes of one device durable."""

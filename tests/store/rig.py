@@ -55,7 +55,9 @@ def simulated_store(
     devices = [wrap(MemoryDevice(disk, index)) for index in range(num_devices)]
     sources = ExternalSources(external, "threads")
     parts = Parts(arena, devices, catalog, confirmation=confirmation or Alone(), external=sources)
-    return Store._from_parts(parts, deadline_s=deadline_s)
+    store = Store._from_parts(parts, deadline_s=deadline_s)
+    store.working_set.space.least_given_nbytes = 16 * KiB  # so that deletions make holes here
+    return store
 
 
 def pinned_arena(registrar: Registrar, nbytes: int) -> PinnedArena:
@@ -194,6 +196,15 @@ class GatedDevice(Device):
     def grow(self, file: int, nbytes: int) -> None:
         self.events.append("grow")
         self.device.grow(file, nbytes)
+
+    def punch(self, file: int, start: int, end: int) -> bool:
+        return self.device.punch(file, start, end)
+
+    def fill(self, file: int, start: int, end: int) -> None:
+        self.device.fill(file, start, end)
+
+    def has_holes(self, file: int) -> bool:
+        return self.device.has_holes(file)
 
     def flush(self) -> None:
         self.events.append("flush")

@@ -170,8 +170,11 @@ def decoded(rows: list[Any], pages: list[tuple[int, int, bytes, bytes]]) -> Comm
         (1, {"places": row_module.pack([Extent(0, 1, 0, 4096)])}, "page 1 of 'key 2' .*: extents of 4096 bytes for"),
         (0, {"generation": 10}, "page 0 of 'key 2' .*: written for generation 10, committed is 9"),
         (0, {"written": (10).to_bytes(8, "little") * 1024}, "written for generation 10, committed is 9"),
-        (2, {"places": row_module.pack([Extent(2, 1, 0, 1019 * 4096)])},
-         "a page of 'key 2' has an extent that is no range of a file"),
+        (
+            2,
+            {"places": row_module.pack([Extent(2, 1, 0, 1019 * 4096)])},
+            "a page of 'key 2' has an extent that is no range of a file",
+        ),
     ],
 )
 def test_a_page_whose_digest_is_right_is_still_looked_at(number: int, changes: Any, message: str) -> None:

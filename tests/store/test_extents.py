@@ -45,6 +45,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = ExtentAllocator(2, UNIT, max_file_nbytes=64 * UNIT)
         self.sizes = {}
         self.free = {False: set(), True: set()}
+        self.holes = set()
         self.used = []
 
     @rule(device=st.integers(0, 1), file=st.integers(-1, 2), growth=st.integers(0, 20))
@@ -91,6 +92,34 @@ class AllocatorMachine(RuleBasedStateMachine):
         extents = self.allocator.allocate_nowait(nbytes, scratch=scratch)
         self.free[scratch] -= units_of(extents)
         self.used.append((extents, scratch))
+
+    @rule(nbytes=st.integers(1, 40 * UNIT), least=st.integers(1, 3 * UNIT))
+    def dig(self, nbytes, least):
+        dug = units_of(self.allocator.dig(nbytes, least))
+        assert dug <= self.free[False] and len(dug) * UNIT <= nbytes
+        self.free[False] -= dug
+        self.holes |= dug
+
+    @rule(device=st.integers(0, 1), file=st.integers(0, 2))
+    def dig_all(self, device, file):
+        if (device, file) in self.sizes:
+            self.allocator.dig_all(device, file)
+            dug = {unit for unit in self.free[False] if unit[:2] == (device, file)}
+            self.free[False] -= dug
+            self.holes |= dug
+
+    @rule(nbytes=st.integers(1, 200 * UNIT), room=st.integers(0, 60 * UNIT))
+    def fill(self, nbytes, room):
+        missing = round_up(nbytes, UNIT) - len(self.free[False]) * UNIT
+        holes = self.allocator.holes(nbytes, [room, room], scratch=False)
+        assert missing > 0 or not holes
+        filled = units_of(holes)
+        assert filled <= self.holes and len(filled) * UNIT == sum(hole.nbytes for hole in holes) <= 2 * room
+        assert bool(holes) == bool(missing > 0 and room >= UNIT and self.holes)
+        for hole in reversed(holes):
+            self.allocator.fill([hole])
+        self.holes -= filled
+        self.free[False] |= filled
 
     @invariant()
     def counters_agree(self):

@@ -135,9 +135,7 @@ def test_a_sparse_embedding_of_a_sharded_model_is_refused_and_its_rows_are_train
             store.rows("model/parameters/0")
         with tiered.unsharded(model[0]):  # the remedy
             assert torch.equal(model[0].weight, weight)
-        with pytest.raises(
-            UsageError, match=r"store\.create_rows\(\.\.\., state=.adam.\), and update its rows"
-        ):
+        with pytest.raises(UsageError, match=r"store\.create_rows\(\.\.\., state=.adam.\), and update its rows"):
             model(torch.tensor([1, 2])).sum().backward()
     layer = torch.nn.Linear(8, 1)
     with tiered.Store(tmp_path / "again", dram="16MiB") as store:

@@ -98,6 +98,21 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def punch(self, file: int, start: int, end: int) -> bool:
+        """Give the space of the aligned [start, end) of ``file`` to the file system; blocks. False: it takes none back.
+
+        The range must be filled before it is written again; until then its bytes are undefined. Raises DeviceError.
+        """
+
+    @abstractmethod
+    def fill(self, file: int, start: int, end: int) -> None:
+        """Allocate the aligned [start, end) of ``file``, where there may be holes; blocks. Raises CapacityError."""
+
+    @abstractmethod
+    def has_holes(self, file: int) -> bool:
+        """Return whether ``file`` has less space than it is long."""
+
+    @abstractmethod
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start all ``operations``; does not block on them. Raises ClosedError, and then starts none of them.
 

@@ -182,6 +182,22 @@ class FileDevice(Device):
         with CRITICAL_SECTION.lock:
             self._files.grow(file, nbytes)
 
+    def punch(self, file: int, start: int, end: int) -> bool:
+        """Give the space of [start, end) of ``file`` to the file system; blocks. False where that has no holes."""
+        self._check_open()
+        with CRITICAL_SECTION.lock:
+            return self._files.punch(file, start, end)
+
+    def fill(self, file: int, start: int, end: int) -> None:
+        """Allocate [start, end) of ``file``, where there may be holes; blocks."""
+        self._check_open()
+        with CRITICAL_SECTION.lock:
+            self._files.fill(file, start, end)
+
+    def has_holes(self, file: int) -> bool:
+        """Return whether ``file`` has less space than it is long."""
+        return self._files.has_holes(file)
+
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue ``operations``. Does not block. Raises UsageError for a write to external files."""
         if self._is_closed:  # order: before the lock, which a forked child may find held for ever

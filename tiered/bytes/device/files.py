@@ -6,6 +6,7 @@ They are opened, grown, flushed and named here. Reads and writes are the engines
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -14,7 +15,7 @@ import re
 import stat
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -32,13 +33,16 @@ from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
-__all__ = ["DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "translate"]
+__all__ = ["DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "punch_hole", "translate"]
 
 _log = logging.getLogger("tiered")
 _NAME = re.compile(r"data-(\d{3,})")
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_WRITING = {errno.EROFS, errno.EACCES, errno.EPERM}
 _NO_FALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # Python's has no mode
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 
 _NEXT_STEP = {
@@ -113,6 +117,32 @@ class NumberedFiles(ABC):
     @abstractmethod
     def grow(self, file: int, nbytes: int) -> None:
         """Make ``file`` at least ``nbytes`` long, really allocated; on failure it is as it was."""
+
+    def punch(self, file: int, start: int, end: int) -> bool:
+        """Give the space of [start, end) of ``file`` to the file system; False where that has no holes."""
+        with self._change(file, f"give back [{start}, {end})") as fd:
+            return punch_hole(fd, start, end)
+
+    def fill(self, file: int, start: int, end: int) -> None:
+        """Allocate [start, end) of ``file``."""
+        with self._change(file, f"allocate [{start}, {end})") as fd:
+            _allocate(fd, start, end)
+
+    def has_holes(self, file: int) -> bool:
+        """Return whether ``file`` has less space than it is long."""
+        status = os.fstat(self._files[file].fd)
+        return status.st_blocks * 512 < status.st_size
+
+    @contextlib.contextmanager
+    def _change(self, file: int, what: str) -> Iterator[int]:
+        """Keep ``file`` open, for a change of its space; yield its descriptor."""
+        with self._locks[0]:
+            self._check_open()
+            self._files[file].is_dirty = True
+            try:
+                yield self._files[file].fd
+            except OSError as error:
+                raise translate(error, f"cannot {what} of {self.path(file)}") from error
 
     @abstractmethod
     def flush(self, fdatasync: Callable[[int], None]) -> None:
@@ -351,16 +381,30 @@ def allocate(fd: int, start: int, end: int) -> None:
     if start == end:
         return
     try:
-        try:
-            os.posix_fallocate(fd, start, end - start)
-        except OSError as error:
-            if error.errno not in _NO_FALLOCATE:
-                raise
-            _write_zeros(fd, start, end)  # the only way left to own the space
+        _allocate(fd, start, end)
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to report
             os.ftruncate(fd, start)
         raise
+
+
+def _allocate(fd: int, start: int, end: int) -> None:
+    try:
+        os.posix_fallocate(fd, start, end - start)
+    except OSError as error:
+        if error.errno not in _NO_FALLOCATE:
+            raise
+        _write_zeros(fd, start, end)  # the only way left to own the space
+
+
+def punch_hole(fd: int, start: int, end: int) -> bool:
+    """Give the space of [start, end) of the file to the file system; False where that has no holes. Raises OSError."""
+    if _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, start, end - start):
+        number = ctypes.get_errno()
+        if number not in _NO_FALLOCATE:
+            raise OSError(number, os.strerror(number))
+        return False
+    return True
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

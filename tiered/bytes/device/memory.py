@@ -27,6 +27,7 @@ class MemoryDisk:
         self._capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._files: dict[_File, bytearray] = {}
+        self._punched: dict[int, int] = {}  # device -> bytes in holes
 
     def read(self, device: int, operation: Operation, path: str) -> None:
         """Copy the range of ``operation`` into its memory. Raises DeviceError beyond the file's end."""
@@ -44,6 +45,18 @@ class MemoryDisk:
         """Extend a file with zeros. Raises CapacityError."""
         with self._lock:
             self._grow(device, file, nbytes, path)
+
+    def punch(self, device: int, file: int, start: int, end: int, path: str) -> None:
+        """Count [start, end) of a file as free, and make it zeros."""
+        with self._lock:
+            self._files[device, file][start:end] = bytes(end - start)
+            self._punched[device] = self._punched.get(device, 0) + end - start
+
+    def fill(self, device: int, start: int, end: int, path: str) -> None:
+        """Count [start, end) of a file as used again. Raises CapacityError."""
+        with self._lock:
+            self._check_room(device, end - start, f"cannot fill [{start}, {end}) of {path}")
+            self._punched[device] -= end - start
 
     def flush(self, device: int, path: str) -> None:
         """Make the changes of one device durable: as durable as RAM is."""
@@ -79,18 +92,20 @@ class MemoryDisk:
 
     def _grow(self, device: int, file: int, nbytes: int, path: str) -> None:
         old_size = len(self._files.get((device, file), b""))
-        free_nbytes = self._free_nbytes(device)
-        if nbytes - old_size > free_nbytes:
-            raise CapacityError(
-                f"cannot grow {path} from {format_bytes(old_size)} to {format_bytes(nbytes)}: "
-                f"{format_bytes(free_nbytes)} are free on the disk in memory"
-            )
+        self._check_room(
+            device, nbytes - old_size, f"cannot grow {path} from {format_bytes(old_size)} to {format_bytes(nbytes)}"
+        )
         image = self._files.setdefault((device, file), bytearray())
         image.extend(bytes(max(0, nbytes - len(image))))
 
+    def _check_room(self, device: int, nbytes: int, what: str) -> None:
+        free_nbytes = self._free_nbytes(device)
+        if nbytes > free_nbytes:
+            raise CapacityError(f"{what}: {format_bytes(free_nbytes)} are free on the disk in memory")
+
     def _free_nbytes(self, device: int) -> int:
         used = sum(len(image) for (owner, _), image in self._files.items() if owner == device)
-        return self._capacity_nbytes - used
+        return self._capacity_nbytes - used + self._punched.get(device, 0)
 
 
 class MemoryDevice(Device):
@@ -120,6 +135,21 @@ class MemoryDevice(Device):
         assert nbytes % self.alignment == 0, f"{self.path(file)} cannot be {nbytes} bytes: unaligned"
         if nbytes > self.files().get(file, -1):
             self._disk.grow(self._index, file, nbytes, self.path(file))
+
+    def punch(self, file: int, start: int, end: int) -> bool:
+        """Give [start, end) of ``file`` back to the disk."""
+        self._check_open()
+        self._disk.punch(self._index, file, start, end, self.path(file))
+        return True
+
+    def fill(self, file: int, start: int, end: int) -> None:
+        """Take [start, end) of ``file`` from the disk again."""
+        self._check_open()
+        self._disk.fill(self._index, start, end, self.path(file))
+
+    def has_holes(self, file: int) -> bool:
+        """Return False: a disk in memory forgets its holes."""
+        return False
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Carry out ``operations`` in order, here and now."""

@@ -306,6 +306,7 @@ class Committer:
             self.root = root
             self.num_commits += 1
             self._condition.notify_all()
+        self._working_set.space.give_up_deleted()
         self._parts.ledgers.note_commit(self.catalog_write_bytes)
 
     def _hand_out_pages(self, sealed: Sealed) -> None:

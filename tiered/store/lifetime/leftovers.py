@@ -18,12 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
+from tiered.bytes.device.files import punch_hole
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, TieredError, UsageError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
 from tiered.store.lifetime.ledger import LEDGER_NAME
+from tiered.store.space.space import LEAST_HOLE_NBYTES
+from tiered.units import MiB
 
 __all__ = ["Leftover", "Leftovers"]
 
@@ -43,16 +46,22 @@ _BRIEF_S = 60.0  # younger ones may be in their instant now
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file or directory to remove, or a data file to cut at ``end`` bytes; ``nbytes`` of space become free."""
+    """A file or directory to remove, or a data file to cut at ``end`` bytes; ``nbytes`` of space become free.
+
+    ``holes``: ranges of a data file, each its start and end, that the file system is given back.
+    """
 
     path: Path
     what: str
     nbytes: int
     end: int | None
     status: os.stat_result
+    holes: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what}" + ("" if self.end is None else f", behind byte {self.end:,}")
+        places = [] if self.end is None or self.end == self.status.st_size else [f"behind byte {self.end:,}"]
+        places += [f"{len(self.holes)} ranges between what is in use"] if self.holes else []
+        return ", ".join([f"{self.path}: {self.what}", *places])
 
 
 class Leftovers:
@@ -90,8 +99,7 @@ class Leftovers:
         freed = 0
         for item in self.items:
             if _is_same(item):
-                _remove(item)
-                freed += item.nbytes
+                freed += self._remove(item)
             else:
                 self.spared.append(f"{item.path}: it changed meanwhile")
         for directory in dict.fromkeys(item.path.parent for item in self.items):
@@ -141,13 +149,23 @@ class Leftovers:
                 if match is None or name != f"data-{int(match[1]):03d}":
                     continue
                 own = extents[(extents["device"] == device) & (extents["file"] == int(match[1]))]
-                yield from self._data_file(path / name, int(np.max(own["offset"] + own["nbytes"], initial=0)))
+                starts = np.sort(own["offset"].astype(np.int64))
+                ends = (own["offset"] + own["nbytes"]).astype(np.int64)[np.argsort(own["offset"], kind="stable")]
+                yield from self._data_file(path / name, starts, np.maximum.accumulate(ends))
 
-    def _data_file(self, path: Path, end: int) -> Iterator[Leftover]:
-        """Yield the part of the file at ``path`` behind the ``end`` bytes that the catalog knows."""
+    def _data_file(self, path: Path, starts: np.ndarray, ends: np.ndarray) -> Iterator[Leftover]:
+        """Yield the parts of the file at ``path`` between and behind the ranges that the catalog knows, in order."""
         status = self._plain(path)
         if status is None:
             return
+        end = int(ends[-1]) if len(ends) else 0
+        before = np.concatenate([[0], ends])[: len(starts)]  # up to where the ranges before each reach
+        holes = [(a, b) for a, b in zip(before.tolist(), starts.tolist(), strict=True) if b - a >= LEAST_HOLE_NBYTES]
+        tail = status.st_size - end
+        in_holes = sum(b - a for a, b in holes)
+        in_holes = max(0, min(in_holes, status.st_blocks * 512 - tail - (end - in_holes)))  # not given back already
+        if in_holes < MiB:
+            in_holes, holes = 0, []
         if end > status.st_size:
             raise CorruptionError(
                 f"{path} has {status.st_size:,} bytes, the catalog knows {end:,}: catalog and data do not belong "
@@ -157,8 +175,8 @@ class Leftovers:
             )
         if not end:
             yield Leftover(path, "data that nothing committed is in", status.st_blocks * 512, None, status)
-        elif end < status.st_size:
-            yield Leftover(path, "space that nothing committed uses", status.st_size - end, end, status)
+        elif tail or holes:
+            yield Leftover(path, "space that nothing committed uses", tail + in_holes, end, status, tuple(holes))
 
     def _brief(self, path: Path) -> Iterator[Leftover]:
         for pattern, what in _BRIEF.items():
@@ -190,6 +208,24 @@ class Leftovers:
             yield from content
             yield Leftover(folder, "of a bench that was killed", status.st_blocks * 512, None, status)
 
+    def _remove(self, item: Leftover) -> int:
+        """Remove ``item`` and return the bytes that this freed."""
+        if stat.S_ISDIR(item.status.st_mode):
+            item.path.rmdir()
+        elif item.end is None:
+            item.path.unlink()
+        else:
+            fd = os.open(item.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.ftruncate(fd, item.end)
+                if not all(punch_hole(fd, start, end) for start, end in item.holes):
+                    self.spared.append(f"{item.path}: its file system takes no ranges between others back")
+                    return item.status.st_size - item.end
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return item.nbytes
+
     def _plain(self, path: Path) -> os.stat_result | None:
         """Return the status of a plain file, its owner's alone and with one name; None for anything else."""
         try:
@@ -217,17 +253,3 @@ def _is_same(item: Leftover) -> bool:
     if stat.S_ISDIR(now.st_mode):  # its files have just been removed
         return (now.st_dev, now.st_ino) == (item.status.st_dev, item.status.st_ino)
     return now[:7] == item.status[:7] and now.st_mtime_ns == item.status.st_mtime_ns
-
-
-def _remove(item: Leftover) -> None:
-    if stat.S_ISDIR(item.status.st_mode):
-        item.path.rmdir()
-    elif item.end is None:
-        item.path.unlink()
-    else:
-        fd = os.open(item.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            os.ftruncate(fd, item.end)
-            os.fsync(fd)
-        finally:
-            os.close(fd)

@@ -453,6 +453,7 @@ class KeyTable(PagedRows):
         for entry in sealed.removed:
             assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
             self._give_back_superseded(entry.committed, None, None, sealed.freed.get(entry, ()))
+            self.space.deleted_nbytes += entry.committed.nbytes
             entry.committed = None
         self.sealed = None
 

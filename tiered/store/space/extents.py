@@ -52,9 +52,12 @@ class FreeRanges:
         self._insert(start, end)
 
     def take(self, start: int, end: int) -> None:
-        """Cut [start, end) off the range that begins at ``start``."""
-        rest = self._remove(start)
-        assert rest >= end, f"[{start}, {end}) is not free"
+        """Cut [start, end) out of the range that holds it."""
+        first = start if start in self._ends else self._last_before(start)
+        assert first is not None and self._ends[first] >= end, f"[{start}, {end}) is not free"
+        rest = self._remove(first)
+        if first < start:
+            self._insert(first, start)
         if end < rest:
             self._insert(end, rest)
         self.nbytes -= end - start
@@ -67,6 +70,14 @@ class FreeRanges:
         start: int = self._by_length[index][1]
         self.take(start, start + nbytes)
         return start
+
+    def between(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the start and the end of each range that begins in [start, end)."""
+        return [(first, self._ends[first]) for first in self._starts.irange(start, end, (True, False))]
+
+    def longest_first(self) -> Iterator[tuple[int, int]]:
+        """Yield the length and the start of each range, the longest first; it must not change meanwhile."""
+        yield from reversed(self._by_length)
 
     def take_longest(self, nbytes: int) -> tuple[int, int]:
         """Cut at most ``nbytes`` from the longest range; return their start and length."""
@@ -109,9 +120,12 @@ _FILE_STRIDE = 1 << 52
 
 
 class DeviceSpace:
-    """One device's named files, or its scratch file: their lengths and their free ranges."""
+    """One device's named files, or its scratch file: their lengths, their free ranges and their holes.
 
-    __slots__ = ("_alignment", "_ends", "_free", "device", "nbytes")
+    ``nbytes`` are in use, or free: what lies in holes is neither until it is filled.
+    """
+
+    __slots__ = ("_alignment", "_ends", "_free", "_holes", "device", "nbytes")
 
     def __init__(self, alignment: int, device: int) -> None:
         self.device = device
@@ -119,6 +133,7 @@ class DeviceSpace:
         self._alignment = alignment
         self._ends: dict[int, int] = {}  # file -> its length in whole alignments
         self._free = FreeRanges()
+        self._holes = FreeRanges()
 
     @property
     def free_nbytes(self) -> int:
@@ -186,15 +201,48 @@ class DeviceSpace:
 
     def take_best(self, nbytes: int) -> Extent | None:
         start = self._free.take_best(nbytes)
-        return None if start is None else Extent(self.device, *divmod(start, _FILE_STRIDE), nbytes)
+        return None if start is None else self._extent(start, nbytes)
 
     @property
     def longest_nbytes(self) -> int:
         return self._free.longest_nbytes
 
     def take_longest(self, nbytes: int) -> Extent:
+        return self._extent(*self._free.take_longest(nbytes))
+
+    def dig_all(self, file: int) -> None:
+        """Make all free ranges of a file holes."""
+        for start, end in self._free.between(file * _FILE_STRIDE, (file + 1) * _FILE_STRIDE):
+            self._free.take(start, end)
+            self._add_hole(start, end)
+
+    def dig_longest(self, nbytes: int) -> Extent:
+        """Make at most ``nbytes`` of the longest free range a hole, and return it."""
         start, length = self._free.take_longest(nbytes)
-        return Extent(self.device, *divmod(start, _FILE_STRIDE), length)
+        self._add_hole(start, start + length)
+        return self._extent(start, length)
+
+    def holes(self, nbytes: int) -> Iterator[Extent]:
+        """Yield holes, or their beginnings, of ``nbytes`` in all, as far as there are such; the longest first."""
+        for length, start in self._holes.longest_first():
+            if not nbytes:
+                return
+            yield self._extent(start, min(length, nbytes))
+            nbytes -= min(length, nbytes)
+
+    def fill(self, extent: Extent) -> None:
+        """Note that a hole, or the beginning of one, is free space."""
+        start = extent.file * _FILE_STRIDE + extent.offset
+        self._holes.take(start, start + extent.nbytes)
+        self.nbytes += extent.nbytes
+        self._free.add(start, start + extent.nbytes)
+
+    def _add_hole(self, start: int, end: int) -> None:
+        self.nbytes -= end - start
+        self._holes.add(start, end)
+
+    def _extent(self, start: int, nbytes: int) -> Extent:
+        return Extent(self.device, *divmod(start, _FILE_STRIDE), nbytes)
 
     def give_back(self, extent: Extent) -> None:
         assert 0 <= extent.offset <= extent.offset + extent.nbytes <= self.file_nbytes(extent.file), f"{extent}: where?"
@@ -219,8 +267,8 @@ class ExtentError(Exception):
 class ExtentAllocator:
     """Free ranges of every device's files, best fit, coalesced.
 
-    Every byte that ``add_space`` brought is free or used. Named files (durable) and the scratch files are counted
-    apart. Not thread-safe: its owner's lock guards it.
+    Every byte that ``add_space`` brought is free, used, or in a hole. Named files (durable) and the scratch files are
+    counted apart. Not thread-safe: its owner's lock guards it.
     """
 
     def __init__(self, num_devices: int, alignment: int, *, max_file_nbytes: int = TiB) -> None:
@@ -244,6 +292,10 @@ class ExtentAllocator:
     def used_nbytes(self, *, scratch: bool = False) -> int:
         """Return the bytes of the named files, or of the scratch files, that are allocated or claimed."""
         return sum(space.used_nbytes for space in (self._scratch if scratch else self._named))
+
+    def files(self, device: int) -> list[int]:
+        """Return the numbers of a device's named files."""
+        return self._named[device].files()
 
     def file_nbytes(self, device: int, file: int) -> int:
         """Return the length of a file as far as ``add_space`` brought it."""
@@ -329,6 +381,41 @@ class ExtentAllocator:
         for space, wanted, limit in zip(spaces, growth, room, strict=True):
             plan += [(space.device, file, size) for file, size in space.growth(wanted, first, cap, limit)]
         return plan
+
+    def dig(self, nbytes: int, least_nbytes: int) -> list[Extent]:
+        """Make at most ``nbytes`` of the named files' free ranges holes, the longest first, none below the least."""
+        dug: list[Extent] = []
+        nbytes = nbytes // self.alignment * self.alignment
+        while nbytes and nbytes >= least_nbytes:
+            space = max(self._named, key=lambda space: space.longest_nbytes)
+            if space.longest_nbytes < least_nbytes:
+                break
+            dug.append(space.dig_longest(nbytes))
+            nbytes -= dug[-1].nbytes
+        return dug
+
+    def dig_all(self, device: int, file: int) -> None:
+        """Make all free ranges of a named file holes."""
+        self._named[device].dig_all(file)
+
+    def holes(self, nbytes: int, room: Sequence[int], *, scratch: bool) -> list[Extent]:
+        """Return the holes to fill so that ``nbytes`` can be allocated, as far as there are any.
+
+        Each device has its part of what is missing, 64 MiB at least where ``room`` is four times that.
+        """
+        missing = round_up(nbytes, self.alignment) - self.free_nbytes(scratch=scratch)
+        if missing <= 0 or scratch:
+            return []
+        part, found = round_up(divide_up(missing, len(room)), self.alignment), list[Extent]()
+        for space, limit in zip(self._named, room, strict=True):
+            wanted = min(limit, max(part, min(GROWTH_NBYTES, limit // 4)))
+            found += space.holes(wanted // self.alignment * self.alignment)
+        return found
+
+    def fill(self, extents: Iterable[Extent]) -> None:
+        """Note that holes, as ``holes`` or ``dig`` returned them, are free space."""
+        for extent in extents:
+            self._named[extent.device].fill(extent)
 
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back; freeing an extent that is not in use is an assertion."""

@@ -7,13 +7,14 @@ Flushes of several devices happen at the same time. No extent or page goes under
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import SCRATCH, Device, IOClass
-from tiered.errors import CapacityError, CorruptionError, UsageError
+from tiered.errors import CapacityError, CorruptionError, DeviceError, TieredError, UsageError
 from tiered.store.format.committed_rows import CommittedRows
 from tiered.store.format.row import Extent, Page, Row, join
 from tiered.store.space.extents import ExtentAllocator, ExtentError
@@ -21,9 +22,14 @@ from tiered.store.transfers.checked_transfer import Progress, Transfer
 from tiered.store.transfers.digest_threads import DigestThreads
 from tiered.store.transfers.external_read import ExternalRead
 from tiered.store.waiting.deadline import Deadline
-from tiered.units import format_bytes, round_up
+from tiered.units import KiB, MiB, format_bytes, round_up
 
-__all__ = ["Readers", "Space", "in_parallel"]
+__all__ = ["LEAST_HOLE_NBYTES", "Readers", "Space", "in_parallel"]
+
+LEAST_HOLE_NBYTES = 64 * KiB
+"""Shorter free ranges are not given to the file system: the list of a file's parts would grow for little."""
+
+_log = logging.getLogger("tiered")
 
 
 class Readers:
@@ -151,6 +157,9 @@ class Space:
         self.digest_threads = DigestThreads()
         self.progress = Progress()  # of all transfers
         self.quarantined_nbytes = 0  # lost to this process
+        self.deleted_nbytes = 0  # of keys, by commits, since the file system was given some
+        self.least_given_nbytes = 256 * MiB  # of these, so that it is given any
+        self._has_holes = True
         self._condition = condition
         self._deadline_s = deadline_s
         self._spared_nbytes = spared_nbytes
@@ -185,6 +194,10 @@ class Space:
         """Mark the extents of all committed rows used. Raises CorruptionError naming key, file and offset."""
         try:
             self._allocator.claim_all(rows.extents)
+            for index, device in enumerate(self.devices):
+                for number in self._allocator.files(index):
+                    if device.has_holes(number):  # anywhere: to fill what is no hole costs nothing
+                        self._allocator.dig_all(index, number)
         except ExtentError as error:
             name, extent = rows.owner(error.index), error.extent
             known = extent.device < len(self.devices)
@@ -287,15 +300,52 @@ class Space:
                 for index, device in enumerate(self.devices)
             ]
             with self._condition:
-                plan = self._allocator.plan_growth(nbytes, room, scratch=scratch)
+                holes = self._allocator.holes(nbytes, room, scratch=scratch)
+                plan = [] if holes else self._allocator.plan_growth(nbytes, room, scratch=scratch)
             try:
+                for hole in holes:
+                    index = hole.device
+                    self.devices[index].fill(hole.file, hole.offset, hole.offset + hole.nbytes)
+                    with self._condition:
+                        self._allocator.fill([hole])
                 for index, file, size in plan:
                     self._grow(index, file, size)
-                return
+                if not holes:
+                    return
             except CapacityError:
                 full.add(index)
                 if len(full) == len(self.devices):
                     raise
+
+    def give_up_deleted(self) -> None:
+        """Give the file system the space of deleted keys, once it is a quarter of the files and the least; blocks.
+
+        The space that ``reserve`` promised stays. A drive that takes nothing back, or fails, is in the log, once.
+        """
+        with self._condition:
+            used, free = self._allocator.used_nbytes(), self._allocator.free_nbytes()
+            promised, base = self._promises.get(False, (0, used))
+            nbytes = min(self.deleted_nbytes, free - max(0, promised - max(0, used - base)))
+            if not self._has_holes or self._is_growing or nbytes < max(self.least_given_nbytes, (used + free) // 4):
+                return
+            self._is_growing = True
+            self.deleted_nbytes = 0
+            left = self._allocator.dig(nbytes, min(LEAST_HOLE_NBYTES, self.least_given_nbytes))
+        try:
+            while left:
+                extent = left[-1]
+                device = self.devices[extent.device]
+                if not device.punch(extent.file, extent.offset, extent.offset + extent.nbytes):
+                    raise DeviceError(f"the file system of {device.name} has no holes")
+                left.pop()
+        except TieredError as error:
+            self._has_holes = False
+            _log.warning("what deleted keys had stays with the store's files: %s", error)
+        finally:
+            with self._condition:
+                self._allocator.fill(left)
+                self._is_growing = False
+                self._condition.notify_all()
 
     def _grow(self, index: int, file: int, size: int) -> None:
         self.devices[index].grow(file, size)
