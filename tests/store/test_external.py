@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from tiered.bytes.device.base import Device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.row import ExternalRange, Spec
+from tiered.store.format.safetensors_header import HeaderEntry
 from tiered.store.lifetime import external
+from tiered.store.mapping import _blocks_of
 from tiered.store.store import Store
 from tiered.store.transfers.checked_transfer import SLAB_NBYTES
 from tiered.store.values.values import adopt
@@ -128,6 +132,80 @@ def test_a_row_of_an_adopted_table_costs_its_blocks(tmp_path: Path, has_digests:
         assert torch.equal(store.read_part("table", 0, 1024), table[0])
         with pytest.raises(CorruptionError, match="block 5"):
             store.read_part("table", 5 * 1024, 6 * 1024)
+
+
+READERS: dict[str, Callable[[Store], torch.Tensor]] = {
+    "rows": lambda store: store.rows("table").get([3, 700]),
+    "read_part": lambda store: torch.stack([store.read_part("table", n * 1024, (n + 1) * 1024) for n in (3, 700)]),
+    "get": lambda store: store["table"][[3, 700]],
+    "lease": lambda store: leased(store)[[3, 700]],
+}
+
+
+def leased(store: Store) -> torch.Tensor:
+    with store.lease("table") as view:
+        return view.clone()
+
+
+@pytest.mark.parametrize("block_size", ["4KiB", "128KiB"])
+@pytest.mark.parametrize("reader", READERS)
+def test_at_first_touch_a_block_has_its_digest_from_its_first_read_on(
+    tmp_path: Path, reader: str, block_size: str
+) -> None:
+    table, base = numbers(12 * MiB).view(torch.float32).nan_to_num().view(-1, 1024), tmp_path / "table.safetensors"
+    save_file({"table": table}, base)
+    with opened(tmp_path, base, dram="32MiB") as store:
+        store.adopt("table", base, "table", block_size=block_size, verify="first touch")
+        read = store.external.device.statistics().read_bytes
+        store.commit()
+        assert store.external.device.statistics().read_bytes == read
+        at = store.external.find(base, "table").offset
+    changed = at + 2000 * 4096  # row 2000, which nobody has read
+    overwritten(base, changed)
+    with opened(tmp_path, base, dram="32MiB") as store:
+        assert torch.equal(READERS[reader](store), table[[3, 700]])
+        store.commit()
+    if reader in ("rows", "read_part"):  # the others have touched every block
+        overwritten(base, changed)
+    overwritten(base, at + 700 * 4096)
+    for mode in ("r", "a"):
+        with opened(tmp_path, base, dram="32MiB", mode=mode) as store:
+            assert torch.equal(store.read_part("table", 1000 * 1024, 1001 * 1024), table[1000])
+            with pytest.raises(CorruptionError, match="is damaged"):
+                READERS[reader](store)
+
+
+def test_verify_names_what_was_never_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, base = numbers(2 * MiB).view(-1, 4096), tmp_path / "table.safetensors"
+    save_file({"table": table}, base)
+    with opened(tmp_path, base) as store:
+        store.adopt("table", base, "table", block_size="4KiB", verify="first touch")
+        store.rows("table").get([0, 5, 5])
+        store.commit()
+    assert main(["verify", str(tmp_path / "run"), "--external", str(base)]) == 0
+    assert "not compared: 510 blocks of 'table'" in capsys.readouterr().out
+    with opened(tmp_path, base) as store:
+        report = store.verify()
+        assert report.unread == {"table": 510} and report.is_clean
+        store.commit()
+    with opened(tmp_path, base) as store:
+        assert store.verify().unread == {}
+        store.put("other", numbers(100))
+        store.rollback()
+        store["table"] = table  # bytes of its own
+        store.commit()
+        assert store.verify().unread == {} and torch.equal(store["table"], table)
+    with pytest.raises(ValueError, match="expected verify='first commit' or 'first touch', got 'never'"):
+        with opened(tmp_path, base) as store:
+            store.adopt("again", base, "table", verify="never")
+
+
+def test_blocks_of_large_tables_are_by_their_rows(tmp_path: Path) -> None:
+    for shape, expected in {
+        (65536, 4096): 4 * KiB, (300 * 1024, 1000): 4 * KiB, (16 * KiB, 17 * KiB): 16 * KiB, (32, 9 * MiB): 4 * MiB,
+        (65535, 4096): 4 * MiB, (512 * MiB,): 4 * MiB,
+    }.items():  # fmt: skip
+        assert _blocks_of(HeaderEntry("uint8", shape, 0, math.prod(shape))) == expected
 
 
 def test_blocks_of_an_adopted_tensor_are_of_the_sizes_that_a_put_takes(tmp_path: Path, base: Path) -> None:

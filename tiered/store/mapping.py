@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tiered.bytes.interrupt import outside
-from tiered.store.format.checksum import BLOCK_NBYTES
+from tiered.store.format.checksum import BLOCK_NBYTES, MIN_BLOCK_SHIFT
 from tiered.store.format.row import ExternalRange, Spec
+from tiered.store.format.safetensors_header import HeaderEntry
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.residency.lease_view import LeaseBlock, Mode
 from tiered.store.residency.residency import Lease, Residency
@@ -23,11 +24,20 @@ from tiered.store.values.tensors import check_block
 from tiered.store.values.values import Values, adopt
 from tiered.store.waiting.deferred_seal import Producers
 from tiered.store.waiting.refusals import Refusals
-from tiered.units import parse_bytes
+from tiered.units import MiB, parse_bytes
 
 __all__ = ["TensorMapping"]
 
 _NUM_AHEAD = 16  # keys that a stream has on their way
+_LEAST_TABLE_NBYTES = 256 * MiB
+
+
+def _blocks_of(entry: HeaderEntry) -> int:
+    """Return the bytes of a block of an adopted tensor that nobody gave."""
+    if len(entry.shape) < 2 or entry.nbytes < _LEAST_TABLE_NBYTES:
+        return BLOCK_NBYTES
+    row_nbytes = entry.nbytes // entry.shape[0]
+    return int(min(BLOCK_NBYTES, max(1 << MIN_BLOCK_SHIFT, 1 << row_nbytes.bit_length() - 1)))
 
 
 class TensorMapping(MutableMapping[str, torch.Tensor]):
@@ -96,21 +106,36 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
         """
         self._access.write_part(self._producers.settled(key), start, value)
 
-    def adopt(self, key: str, file: str | os.PathLike[str], name: str, *, block_size: int | str = BLOCK_NBYTES) -> None:
+    def adopt(
+        self,
+        key: str,
+        file: str | os.PathLike[str],
+        name: str,
+        *,
+        block_size: int | str = "auto",
+        verify: str = "first commit",
+    ) -> None:
         """Make ``key`` the tensor ``name`` of a safetensors ``file`` of ``external``, read in place; touches no bytes.
 
-        Nothing of it is written to the store but, with the first commit, the digests of its blocks: the commit reads
-        what was not read by then. A later write to the key gives it bytes of its own. A part that is read costs whole
-        blocks of ``block_size`` as of ``put``: such as "4KiB" for a table of rows. Raises UsageError, ValueError.
+        Nothing of it is written to the store but the digests of its blocks. With ``verify="first commit"`` that commit
+        reads what was not read by then. With ``"first touch"`` no commit reads any: a block has its digest, 8 bytes,
+        from its first read on, and what others did to the file before goes unseen; ``verify()`` names such keys.
+
+        A later write to the key gives it bytes of its own. A part that is read costs whole blocks of ``block_size``
+        as of ``put``, such as "4KiB" for a table of rows; "auto": those of a row, 4 KiB at least, of a tensor of at
+        least two dimensions and 256 MiB, else 4 MiB. Raises UsageError, ValueError.
         """
-        block_nbytes = parse_bytes(block_size)
-        check_block(f"adoption of {key!r}", block_nbytes, self.working_set.space.alignment)
+        if verify not in ("first commit", "first touch"):
+            raise ValueError(f"adoption of {key!r}: expected verify='first commit' or 'first touch', got {verify!r}")
         entry = self.external.find(file, name)
+        block_nbytes = _blocks_of(entry) if block_size == "auto" else parse_bytes(block_size)
+        check_block(f"adoption of {key!r}", block_nbytes, self.working_set.space.alignment)
         with self._condition:
             number = self.external.number(file)
         dtype = getattr(torch, entry.dtype)
         ranges = [ExternalRange(0, number, entry.offset, entry.nbytes)] if entry.nbytes else []
-        adopt(self.working_set, self._producers.settled(key), Spec(dtype, entry.shape, block_nbytes), ranges)
+        spec, at_first_touch = Spec(dtype, entry.shape, block_nbytes), verify == "first touch"
+        adopt(self.working_set, self._producers.settled(key), spec, ranges, at_first_touch=at_first_touch)
 
     def __delitem__(self, key: str) -> None:
         """Drop ``key``; a commit makes it durable. KeyError; LeaseError while it is leased for writing."""

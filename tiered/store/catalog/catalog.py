@@ -19,7 +19,7 @@ bytes, rollback journal. All integers in the blobs are little-endian, no padding
                2 paged     no places, nothing: see pages. Of records of more than 1024 blocks, and of those that have
                            blocks written for several generations
                3 external  places: (start in the record u64, external file u32, offset u64, length u64), ascending,
-                           zeros between them; then digests as for 0
+                           zeros between them; then digests as for 0, zeros of a block that nobody has read yet
                seed of a block's digest = xxh3-64 of store uuid, key id u64, block u64, generation u64
     pages    key_id, page (0, 1, ...: 1024 blocks each), body, digest (8 bytes: of key id u64 + page u64 + body)
       body     generation u64, extents u32, 1 or 0 u32, then extents and digests as above, and behind 1 a generation

@@ -11,11 +11,12 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.format.checksum import (
@@ -51,8 +52,11 @@ __all__ = [
     "encode_page",
     "encode_row",
     "extents_problem",
+    "has_unread",
     "is_kept",
     "join",
+    "learn",
+    "num_unread",
     "pack",
     "page_digest",
     "pages_of",
@@ -62,6 +66,7 @@ __all__ = [
     "row_problem",
     "row_seed",
     "unpack_header",
+    "unread_digests",
 ]
 
 
@@ -164,7 +169,7 @@ class Row:
     nbytes: int
     generation: int
     extents: tuple[Extent, ...]
-    digests: bytes  # 8 per block, little-endian
+    digests: bytes = field(hash=False)  # 8 per block, little-endian; see ``unread_digests``
     inline: bytes | None
     block_nbytes: int = BLOCK_NBYTES  # a power of two
     written: bytes = b""  # the generation of each block, 8 bytes each, little-endian
@@ -313,6 +318,10 @@ def page_digest(key_id: int, page: int, body: bytes, seed: int) -> bytes:
     )
 
 
+def _lacks(digests: bytes) -> bool:
+    return not np.frombuffer(digests, np.uint64).all()
+
+
 def decode_row(encoded: bytes) -> Row:
     """Return the row of a key id (u64) and the body that follows it. Raises ValueError or struct.error."""
     key_id, body = int.from_bytes(encoded[:8], "little"), encoded[8:]
@@ -336,13 +345,36 @@ def decode_row(encoded: bytes) -> Row:
         nbytes,
         generation,
         () if kind == EXTERNAL else tuple(map(Extent._make, _EXTENT.iter_unpack(places))),
-        b"" if kind == INLINE else content,
+        b"" if kind == INLINE else unread_digests(content) if kind == EXTERNAL and _lacks(content) else content,
         content if kind == INLINE else None,
         1 << shift,
         b"",
         tuple(map(ExternalRange._make, _RANGE.iter_unpack(places))) if kind == EXTERNAL else (),
         kind == PAGED,
     )
+
+
+def unread_digests(digests: bytes) -> bytes:
+    """Return a copy that readers write to: a block whose digest is zeros was never read, and its first reader has it.
+
+    Rows made of parts of a row share its bytes.
+    """
+    return cast(bytes, memoryview(bytearray(digests)))
+
+
+def has_unread(row: Row) -> bool:
+    """Return whether the digests of ``row`` are of the kind that readers write to."""
+    return isinstance(row.digests, memoryview)
+
+
+def num_unread(row: Row) -> int:
+    """Return how many blocks of ``row`` nobody has read."""
+    return int(np.count_nonzero(np.frombuffer(row.digests, np.uint64) == 0)) if has_unread(row) else 0
+
+
+def learn(row: Row, blocks: Any, digests: np.uint64 | NDArray[np.uint64]) -> None:
+    """Have ``digests`` as those of ``blocks`` of ``row``, which were read for the first time."""
+    np.frombuffer(row.digests, np.uint64)[blocks] = digests
 
 
 def content_nbytes(nbytes: int, kind: int, shift: int) -> int:

@@ -68,6 +68,7 @@ def find_digests(working_set: Residency, external: ExternalSources) -> dict[Entr
     _refuse_lost(working_set, external.lost())
     while True:
         with working_set.condition:
+            working_set.take_learned()
             found = _changed(working_set)
             missing = {entry: row for entry, row in found.items() if not row.digests and entry.row is row}
         what = external.changed() if found else None  # order: after the last read of what is returned

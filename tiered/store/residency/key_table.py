@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tiered.store.format.checksum import DIGEST_NBYTES
 from tiered.store.format.committed_rows import CommittedRows
-from tiered.store.format.row import Extent, ExternalRange, Row, Spec, decode_row
+from tiered.store.format.row import Extent, ExternalRange, Row, Spec, decode_row, has_unread, unread_digests
 from tiered.store.residency.entry import Alias, BlockWrites, Entry, EntryState, Record, Stored
 from tiered.store.residency.paged_rows import BlockChange, PagedRows, Pages, ReadPages, Replaced, num_pages
 from tiered.store.space.space import Readers
@@ -82,7 +83,8 @@ class Entries:
         found = self._entries.get(name)
         if type(found) is bytes:
             entry = self._entry(found)
-            if entry.row is not None and entry.row.is_paged:  # its readers must know of each other
+            row = entry.row
+            if row is not None and (row.is_paged or has_unread(row)):  # its readers must know of each other
                 self._entries[name] = entry
             return entry
         return found  # type: ignore[return-value]
@@ -351,11 +353,25 @@ class KeyTable(PagedRows):
         if not entry.scratch:
             self.changed[entry] = None
 
-    def adopt_ranges(self, entry: Entry, ranges: tuple[ExternalRange, ...]) -> None:
-        """Note that the bytes of ``entry``, which is new, are those of ``ranges``; their digests are not known yet."""
+    def adopt_ranges(self, entry: Entry, ranges: tuple[ExternalRange, ...], *, at_first_touch: bool) -> None:
+        """Note that the bytes of ``entry``, which is new, are those of ``ranges``; their digests are not known yet.
+
+        ``at_first_touch``: nor does a commit need them.
+        """
         self.touch(entry)
-        entry.row = replace(self.row_for(entry, ()), ranges=ranges)
+        entry.row = row = replace(self.row_for(entry, ()), ranges=ranges)
+        if at_first_touch:
+            entry.row = replace(row, digests=unread_digests(bytes(row.num_blocks * DIGEST_NBYTES)))
         entry.state = EntryState.STORED
+
+    def take_learned(self) -> None:
+        """Have the next commit keep the digests of blocks that were read for the first time."""
+        learned = self.space.progress.learned
+        for name in list(learned):
+            del learned[name]
+            entry = self.entries.get(name)
+            if entry is not None and not entry.scratch and entry.row is not None and has_unread(entry.row):
+                self.changed[entry] = None
 
     @staticmethod
     def learn_digests(entry: Entry, row: Row, digests: bytes) -> None:

@@ -21,7 +21,7 @@ from tiered.bytes.device.base import Device, IOClass
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, scattered_digests
 from tiered.store.format.places import Ints, Places
-from tiered.store.format.row import ExternalRange, Row, part_of, pieces
+from tiered.store.format.row import ExternalRange, Row, has_unread, learn, part_of, pieces
 from tiered.store.residency.residency import Residency
 from tiered.store.rows.block_places import BlockPlaces, Located
 from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
@@ -289,7 +289,14 @@ class Gather:
         sizes = np.minimum(row.nbytes - blocks * row.block_nbytes, row.block_nbytes)
         each = zip(at.tolist(), sizes.tolist(), blocks.tolist(), located.generations.tolist(), strict=True)
         found = scattered_digests(memory, self._space.store_uuid, row.key_id, each)
-        bad = np.flatnonzero(np.array(found, np.uint64) != located.digests)
+        digests = np.array(found, np.uint64)
+        differs = digests != located.digests
+        if has_unread(row) and differs.any():
+            unread = differs & (located.digests == 0)
+            learn(row, blocks[unread], digests[unread])
+            self._space.progress.learned[row.name] = None
+            differs &= ~unread
+        bad = np.flatnonzero(differs)
         return int(blocks[bad[0]]) if len(bad) else None
 
     def _read_slabs(

@@ -14,10 +14,12 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from tiered.bytes.device.base import Device, IOClass, Operation
 from tiered.errors import CorruptionError, DeviceError, TieredError
 from tiered.store.format.checksum import BLOCK_NBYTES, DIGEST_NBYTES, block_digests, block_seed, digest, num_blocks
-from tiered.store.format.row import Extent, Row, part_of, pieces
+from tiered.store.format.row import Extent, Row, has_unread, learn, part_of, pieces
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.units import round_up
 
@@ -61,10 +63,11 @@ _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO, errno.EB
 class Progress:
     """How many slabs of some transfers are done: it changes as long as their devices get on, however slowly."""
 
-    __slots__ = ("num_blocks",)
+    __slots__ = ("learned", "num_blocks")
 
     def __init__(self) -> None:
         self.num_blocks = 0
+        self.learned: dict[str, None] = {}  # names of records with blocks that were read for the first time
 
 
 class Transfer:
@@ -286,6 +289,10 @@ class Transfer:
             expected = row.digests[index * DIGEST_NBYTES : (index + 1) * DIGEST_NBYTES]
             found = digest(content[start : start + row.block_nbytes], seed)
             if found.to_bytes(DIGEST_NBYTES, "little") != expected:
+                if has_unread(row) and not any(expected):
+                    learn(row, index, np.uint64(found))
+                    self._progress.learned[row.name] = None
+                    continue
                 piece = self._place_of(index)
                 return self._corruption(piece, f"block {block} does not match its digest: the device holds other bytes")
         return None

@@ -9,8 +9,8 @@ import ctypes
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.host_tensor import copy_contiguous
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import DIGEST_NBYTES, num_blocks
-from tiered.store.format.row import Extent, Row, Spec, part_of
+from tiered.store.format.row import Extent, Row, Spec, num_unread, part_of
 from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
@@ -37,12 +37,17 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The counts and the errors that ``Store.verify`` returns."""
+    """The counts and the errors that ``Store.verify`` returns.
+
+    ``unread``: of keys that were adopted with ``verify="first touch"``, how many blocks nobody had read before, so that
+    there was nothing to compare. They have digests now, which the next commit keeps.
+    """
 
     num_keys: int
     num_blocks: int
     nbytes: int
     errors: tuple[CorruptionError, ...]
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_clean(self) -> bool:
@@ -111,6 +116,7 @@ class StreamedValues:
         """
         errors: list[CorruptionError] = []
         counts = [0, 0, 0]  # keys, blocks, bytes
+        unread: dict[str, int] = {}
         reading: deque[Row] = deque()  # whose blocks are being read, oldest first
 
         def check(row: Row, slab: int, buffer: Buffer, on_done: OnDone) -> Iterator[Transfer]:
@@ -144,6 +150,8 @@ class StreamedValues:
                     for row in found:
                         self._space.begin_stream(row)
                         reading.append(row)
+                        if num := num_unread(row):
+                            unread[name] = num
                 counts[0] += entry is not None
                 for row in found:
                     yield from slab_jobs(row, functools.partial(check, row))
@@ -157,7 +165,7 @@ class StreamedValues:
         with self._working_set.mark, Window(self._working_set) as window:
             window.at_end = end_streams
             window.run(jobs())
-        return VerifyReport(counts[0], counts[1], counts[2], tuple(errors))
+        return VerifyReport(counts[0], counts[1], counts[2], tuple(errors), unread)
 
 
 # -- slabs -------------------------------------------------------------------------------------------------------------

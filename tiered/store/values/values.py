@@ -190,11 +190,14 @@ class Values:
         return result
 
 
-def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange]) -> None:
+def adopt(
+    working_set: Residency, key: str, spec: Spec, ranges: Sequence[ExternalRange], *, at_first_touch: bool = False
+) -> None:
     """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
 
-    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Raises
-    UsageError for one without bytes there, or with more dimensions than a row holds.
+    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Its blocks
+    get digests at the first commit, or ``at_first_touch`` each when it is read. Raises UsageError for one without bytes
+    there, or with more dimensions than a row holds.
     """
     working_set.check(writing=True)
     if not ranges or not spec.nbytes:
@@ -212,5 +215,5 @@ def adopt(working_set: Residency, key: str, spec: Spec, ranges: Sequence[Externa
             if working_set.must_await_seal:  # a commit without it was asked for meanwhile
                 continue
             entry = working_set.replace_entry(old, key, spec, scratch=not working_set.durable)
-            working_set.adopt_ranges(entry, tuple(ranges))
+            working_set.adopt_ranges(entry, tuple(ranges), at_first_touch=at_first_touch)
             return
