@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Random rows of a table larger than memory: gathered, written and committed, beside memmap, threads of preadv and fio.
+"""Random rows of a table larger than memory: gathered, added to, committed, beside memmap, preadv, RocksDB and fio.
 
 Usage: python bench/rows.py DIR [--table 8GiB --row 1024 --dram 384MiB --limit 1GiB --turns 5 --rows 65536]
 
@@ -7,12 +7,15 @@ The table is of fp32, in blocks of 4 KiB, in a store in DIR; the same bytes lie 
 safetensors file that is read in place. Each way takes its turn with rows of its own, uniform or by Zipf's law (0.99),
 the page cache of its file dropped before; the process is in a control group of ``--limit`` bytes, where it may make one
 (root, cgroup v1), so that the page cache cannot hold the table. fio reads 4 KiB at random with as many in flight as the
-ring has. Microseconds a row: wall, and CPU time of all threads. The blocks that were read, over those that hold the
-rows, come from the device's counters. One JSON line comes last.
+ring has. RocksDB (where `rocksdict` is installed) has the rows in blocks of 4 KiB, uncompressed, read directly, with
+its log and checksums and without. Training: batches of 1,024 rows by Zipf's law are gathered, added to and written;
+each 100 of them are made durable. Microseconds a row: wall, and CPU time of all threads. The blocks that were read,
+over those that hold the rows, come from the device's counters. One JSON line comes last.
 """
 
 import argparse
 import functools
+import importlib.util
 import json
 import mmap
 import os
@@ -126,6 +129,118 @@ def by_threads(args: argparse.Namespace, num_threads: int = 32) -> Way:
     return read
 
 
+def as_keys(index: Index) -> list[bytes]:
+    return [number.to_bytes(8, "big") for number in index.tolist()]
+
+
+class Rocks:
+    """The table in RocksDB."""
+
+    def __init__(self, args: argparse.Namespace, num_rows: int, *, is_safe: bool) -> None:
+        import rocksdict  # an option of this bench alone
+
+        self._width, self._make_batch = args.row, rocksdict.WriteBatch
+        options, table = rocksdict.Options(raw_mode=True), rocksdict.BlockBasedOptions()
+        options.create_if_missing(True)
+        options.set_compression_type(rocksdict.DBCompressionType.none())
+        options.set_use_direct_reads(True)
+        table.set_block_size(args.row * 4)
+        table.set_block_cache(rocksdict.Cache(256 * MiB))
+        options.set_block_based_table_factory(table)
+        path = args.directory / "rocks"
+        if not path.exists():
+            self._make(rocksdict, options, args, num_rows)
+        self._db = rocksdict.Rdict(str(path), options)
+        reads, self._writes = rocksdict.ReadOptions(), rocksdict.WriteOptions()
+        reads.set_verify_checksums(is_safe)
+        self._writes.disable_wal = not is_safe
+        self._db.set_read_options(reads)
+        self.is_safe = is_safe
+
+    @staticmethod
+    def _make(rocksdict: Any, options: Any, args: argparse.Namespace, num_rows: int) -> None:
+        sorted_file = str(args.directory / "rocks.sst")
+        writer = rocksdict.SstFileWriter(options)
+        writer.open(sorted_file)
+        table = np.memmap(args.directory / "plain", np.float32, "r", shape=(num_rows, args.row))
+        for number in range(num_rows):
+            writer[number.to_bytes(8, "big")] = table[number].tobytes()
+        writer.finish()
+        made = rocksdict.Rdict(str(args.directory / "rocks"), options)
+        made.ingest_external_file([sorted_file])
+        made.close()
+        os.unlink(sorted_file)
+
+    def get(self, index: Index) -> Index:
+        return np.frombuffer(b"".join(self._db.get(as_keys(index))), np.float32).reshape(-1, self._width)
+
+    def put(self, index: Index, values: Any) -> None:
+        batch = self._make_batch(raw_mode=True)
+        for key, value in zip(as_keys(index), values, strict=True):
+            batch.put(key, value.tobytes())
+        self._db.write(batch, self._writes)
+
+    def commit(self) -> None:
+        if self.is_safe:
+            self._db.flush_wal(True)
+        else:
+            self._db.flush()
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def make_rocks(args: argparse.Namespace, num_rows: int, *, is_safe: bool) -> Rocks | None:
+    """Return the table in RocksDB; None where that is not installed."""
+    return Rocks(args, num_rows, is_safe=is_safe) if importlib.util.find_spec("rocksdict") else None
+
+
+def train(
+    batches: list[Index],
+    change: Any,
+    get: Callable[[Index], Any],
+    put: Callable[[Index, Any], object],
+    commit: Callable[[], object],
+) -> None:
+    """Gather each batch, add to it, write it, and make each 100 batches durable."""
+    for number, index in enumerate(batches, 1):
+        put(index, get(index) + change)
+        if number % 100 == 0:
+            commit()
+
+
+def measure_training(
+    args: argparse.Namespace, store: tiered.Store, num_rows: int, rng: np.random.Generator
+) -> dict[str, tuple[float, float]]:
+    """Return the times of 200 batches by each way; each row keeps its first number."""
+    rows = store.rows("t")
+    change = np.full(args.row, 0.5, np.float32)
+    change[0] = 0
+    changes = torch.from_numpy(change).expand(1024, -1).clone()
+    table = np.memmap(args.directory / "plain", np.float32, "r+", shape=(num_rows, args.row))
+    table._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+
+    def add(index: Index, _: Any) -> None:
+        rows.add(index, changes[: len(index)])
+
+    ways: dict[str, tuple[Any, Any, Any]] = {
+        "rows": (lambda index: rows.get(index).numpy(), add, store.commit),
+        "memmap": (lambda index: table[index], table.__setitem__, table.flush),
+    }
+    found = {}
+    for name in [*ways, "RocksDB", "RocksDB, neither log nor checksums"]:
+        batches = [np.unique(drawn("zipf 0.99", rng, num_rows, 1024)) for _ in range(200)]
+        number = sum(map(len, batches))
+        if name in ways:
+            found[name] = timed(functools.partial(train, batches, change, *ways[name]), number)
+            continue
+        rocks = make_rocks(args, num_rows, is_safe=name == "RocksDB")
+        if rocks is not None:
+            found[name] = timed(functools.partial(train, batches, change, rocks.get, rocks.put, rocks.commit), number)
+            rocks.close()
+    return {f"training, {name} | zipf 0.99 | 1024": each for name, each in found.items()}
+
+
 def fio(args: argparse.Namespace) -> float:
     """Return microseconds a read of 4 KiB at random, 128 in flight."""
     command = [
@@ -179,6 +294,9 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
             "32 threads, preadv": by_threads(args),
         }
         for turn in range(args.turns):
+            rocks = make_rocks(args, num_rows, is_safe=True)
+            if rocks is not None:
+                ways["RocksDB"] = rocks.get
             for law in ("uniform", "zipf 0.99"):
                 for number in (96, 4096, args.rows):
                     for name, way in ways.items():
@@ -194,6 +312,8 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
                             skip = files[0].stat().st_size - num_rows * args.row * 4 if name == "in place" else 0
                             least = blocks_of(index * args.row * 4 + skip, args.row * 4) * 4096
                             blocks[f"{name} | {law}"] = (store.statistics().read_bytes - before) / least
+            if rocks is not None:
+                rocks.close()
             if shutil.which("fio"):
                 reads.append(fio(args))
             for number in (512, 4096):
@@ -212,6 +332,8 @@ def measure(args: argparse.Namespace, num_rows: int) -> dict[str, Any]:
                     after.write_bytes + after.catalog_write_bytes - written.write_bytes - written.catalog_write_bytes
                 )
                 blocks[f"put and commit, {number}"] = total / 4096 / number
+            for name, seen in measure_training(args, store, num_rows, rng).items():
+                results.setdefault(name, []).append(seen)
             one = [int(each) for each in rng.integers(0, num_rows, 300)]
             width = args.row
             part = timed(lambda: [store.read_part("t", k * width, (k + 1) * width) for k in one], len(one))  # noqa: B023
