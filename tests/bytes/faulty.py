@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tests.bytes.moving import WAIT_S
 from tiered.bytes.device.file_device import FileDevice
-from tiered.bytes.device.ring import WRITE, Ring
+from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.bytes.device.threads import AiofilesDevice, MmapDevice, ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
 from tiered.units import KiB, MiB
@@ -90,6 +93,10 @@ class FaultyRing(Ring):
             os.eventfd_write(self._device._wake_up.fd, 1)
 
         threading.Thread(target=carry_out, name="fault", daemon=True).start()  # no process waits for a hung one
+
+    def prepare_reads(self, *columns: NDArray[np.int64]) -> None:
+        for each in zip(*(column.tolist() for column in columns), strict=True):
+            self.prepare(READ, *each)
 
     def link(self) -> None:
         if self._is_real:

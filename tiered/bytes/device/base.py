@@ -7,11 +7,15 @@ keys, digests or commits. Throttling, counting and injected faults are devices o
 from __future__ import annotations
 
 import enum
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["SCRATCH", "Device", "DeviceStatistics", "IOClass", "Operation"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["SCRATCH", "Device", "DeviceStatistics", "IOClass", "Operation", "OperationList"]
 
 
 SCRATCH = -1
@@ -60,6 +64,67 @@ class Operation:
     def __repr__(self) -> str:
         verb = "write" if self.is_write else "read"
         return f"Operation({verb} {self.nbytes} B at {self.offset} of file {self.file}, error={self.error!r})"
+
+
+class OperationList:
+    """Reads, or writes, that are done together: of ``nbytes[i]`` bytes at ``offset[i]`` of ``file[i]`` each.
+
+    They go to ``memory`` from ``start[i]`` on, or come from there. The four are arrays of int64, (n,), n > 0. Memory
+    and ranges belong to the list, as to an Operation, until ``on_done(list)`` is called, exactly once; ``error`` is
+    then None, or that of one of them.
+    """
+
+    __slots__ = ("error", "file", "io_class", "is_write", "memory", "nbytes", "offset", "on_done", "start")
+
+    def __init__(
+        self,
+        *,
+        is_write: bool,
+        file: NDArray[np.int64],
+        offset: NDArray[np.int64],
+        nbytes: NDArray[np.int64],
+        start: NDArray[np.int64],
+        memory: memoryview,
+        io_class: IOClass,
+        on_done: Callable[[OperationList], None],
+    ) -> None:
+        self.is_write = is_write
+        self.file, self.offset, self.nbytes, self.start = file, offset, nbytes, start
+        self.memory = memory
+        self.io_class = io_class
+        self.on_done = on_done
+        self.error: Exception | None = None
+
+    def operation(self, index: int, on_done: Callable[[Operation], None]) -> Operation:
+        """Return number ``index`` of them as an Operation by itself, which ends with ``on_done``."""
+        start = int(self.start[index])
+        return Operation(
+            is_write=self.is_write, file=int(self.file[index]), offset=int(self.offset[index]),
+            memory=self.memory[start : start + int(self.nbytes[index])], io_class=self.io_class, on_done=on_done,
+        )  # fmt: skip
+
+    def one_by_one(self) -> list[Operation]:
+        """Return all as Operations; with the last that ends the list has ended."""
+        lock, left = threading.Lock(), len(self.start)
+
+        def end(operation: Operation) -> None:
+            nonlocal left
+            with lock:
+                self.error = self.error or operation.error
+                left -= 1
+                is_last = not left
+            if is_last:
+                self.on_done(self)
+
+        # Order: few objects for each, and none that lives on but these: the garbage collector looks at them all.
+        columns = (self.file.tolist(), self.offset.tolist(), self.start.tolist(), (self.start + self.nbytes).tolist())
+        memory, is_write, io_class = self.memory, self.is_write, self.io_class
+        return [
+            Operation(
+                is_write=is_write, file=file, offset=offset, memory=memory[start:stop], io_class=io_class, on_done=end
+            )
+            for file, offset, start, stop in zip(*columns, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +184,10 @@ class Device(ABC):
         Reads and writes are complete or an error: short ones are resubmitted, a read is retried 3 times after EIO, a
         write never.
         """
+
+    def submit_list(self, operations: OperationList) -> None:
+        """Start all of a list, as ``submit``; an engine may have a shorter way than an Operation for each."""
+        self.submit(operations.one_by_one())
 
     @abstractmethod
     def flush(self) -> None:

@@ -167,7 +167,7 @@ class FileDevice(Device):
     @property
     def _num_in_flight(self) -> int:
         """Operations that were submitted and not handed back; exact under the lock."""
-        return self._queue.num_queued + self._queue.num_in_flight
+        return self._queue.num_queued + self._queue.num_in_flight + self._queue.num_listed
 
     def files(self) -> dict[int, int]:
         """Return the number and size of each file; the size is rounded down to the alignment, an external one's up."""

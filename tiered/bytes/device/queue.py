@@ -1,4 +1,4 @@
-"""The operations of a device on their way: IOQueue, InFlight that an engine has begun, and Requests of large ones.
+"""The operations of a device on their way: IOQueue, InFlight that an engine has begun, Requests and ReadLists.
 
 All engines share them, so that order, budgets, short transfers and retries are the same on all. No I/O and no lock: the
 device's lock guards the queue, and one thread of the engine the rest.
@@ -13,12 +13,17 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from tiered.bytes.device.base import IOClass, Operation
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered.bytes.device.base import IOClass, Operation, OperationList
 from tiered.bytes.device.files import translate
 from tiered.errors import DeviceError
 from tiered.units import MiB
 
-__all__ = ["CALM_NBYTES", "MOST_REQUESTS", "IOQueue", "InFlight", "Requests"]
+__all__ = [
+    "CALM_NBYTES", "FIRST_LIST_TAG", "MOST_REQUESTS", "IOQueue", "InFlight", "ListInFlight", "ReadLists", "Requests",
+]  # fmt: skip
 
 
 _NUM_RETRIES = 3
@@ -183,6 +188,100 @@ class Requests:
         return later.io_class < flight.io_class and flight.num_overtaken < _MOST_OVERTAKEN
 
 
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+FIRST_LIST_TAG = 1 << 32
+"""From here on a tag in the ring is that of a read of a list: the list's number, and in 32 bits its place there."""
+
+Ints = NDArray[np.int64]
+
+
+class ListInFlight:
+    """A list of reads from the moment that a ring takes it; ``left`` of them have not ended."""
+
+    __slots__ = (
+        "address", "changed", "file_slots", "given", "is_slow", "left", "moved_nbytes", "num_moved", "number",
+        "operations", "pinned", "places", "with_kernel",
+    )  # fmt: skip
+
+    def __init__(self, operations: OperationList, now: float) -> None:
+        self.operations = operations
+        self.left = len(operations.start)
+        self.changed = now  # s, of time.monotonic: when something of it last ended
+        self.number = self.given = 0  # given: of ``places``
+        self.num_moved = self.moved_nbytes = 0
+        self.is_slow = False  # a warning has been logged
+        self.address = 0  # of the memory
+        self.pinned: ctypes.c_char | None = None  # lifetime: holds the memory while the kernel has its address
+        self.file_slots = np.full(self.left, -1)
+        self.places: Ints = np.empty(0, np.int64)  # of the reads that the ring carries out by the list
+        self.with_kernel = np.zeros(self.left, np.bool_)
+
+
+class ReadLists:
+    """Lists of reads that a ring has taken, in the order in which they came; one thread uses it.
+
+    At most ``depth`` of their reads are with the kernel.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 1
+        self.running: dict[int, ListInFlight] = {}  # by number, until all reads have ended
+        self._waiting: deque[ListInFlight] = deque()  # that have reads which the kernel was never given
+        self._num_with_kernel = 0
+        self._last_number = 0
+
+    @property
+    def room(self) -> int:
+        """How many more reads the kernel may be given."""
+        return self.depth - self._num_with_kernel
+
+    @property
+    def can_start(self) -> bool:
+        """Whether ``take`` has any."""
+        return bool(self._waiting) and self.room > 0
+
+    def add(self, flight: ListInFlight) -> None:
+        """Let ``take`` hand out the reads of ``flight``."""
+        self._last_number = flight.number = self._last_number + 1
+        self.running[flight.number] = flight
+        if len(flight.places):
+            self._waiting.append(flight)
+
+    def take(self) -> tuple[ListInFlight, Ints, Ints]:
+        """Return places of a list that the kernel is given next, and their tags; they are with the kernel then."""
+        flight = self._waiting[0]
+        places = flight.places[flight.given : flight.given + self.room]
+        flight.given += len(places)
+        if flight.given == len(flight.places):
+            self._waiting.popleft()
+        flight.with_kernel[places] = True
+        self._num_with_kernel += len(places)
+        return flight, places, places + flight.number * FIRST_LIST_TAG
+
+    def end(self, tags: Ints, results: Ints, now: float) -> list[tuple[ListInFlight, list[tuple[int, int]]]]:
+        """Take back the reads of ``tags``; return their lists, each with the place and the result of those that failed.
+
+        All others have ended, and are no longer ``left``.
+        """
+        self._num_with_kernel -= len(tags)
+        numbers = tags // FIRST_LIST_TAG
+        found = []
+        for number in np.unique(numbers).tolist():
+            flight, ours = self.running[number], numbers == number
+            places, moved = tags[ours] % FIRST_LIST_TAG, results[ours]
+            flight.with_kernel[places] = False
+            flight.changed = now
+            is_right = moved == flight.operations.nbytes[places]
+            num_right = int(np.count_nonzero(is_right))
+            flight.left -= num_right
+            flight.num_moved += num_right
+            flight.moved_nbytes += int(moved[is_right].sum())
+            found.append((flight, list(zip(places[~is_right].tolist(), moved[~is_right].tolist(), strict=True))))
+        return found
+
+
 # -- queue -------------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +328,8 @@ class IOQueue:
         self._queued = tuple(queue.queued for queue in self._queues)
         self._demand = self._queues[IOClass.DEMAND]
         self._last_demand = float("-inf")
+        self.lists: deque[OperationList] = deque()  # of demand reads, which a ring takes one by one
+        self.num_listed = self._listed_nbytes = 0  # reads of lists that have not ended
 
     @property
     def num_queued(self) -> int:
@@ -249,6 +350,19 @@ class IOQueue:
                 pass
             batches[operation.io_class].append(operation)
         any(map(deque.extend, self._queued, batches))  # order: one call, which no signal comes in between
+
+    def put_list(self, operations: OperationList) -> None:
+        """Queue a list of demand reads for its ring."""
+        operations.error = None
+        self.num_listed += len(operations.start)
+        self._listed_nbytes += int(operations.nbytes.sum())
+        self.lists.append(operations)
+
+    def list_done(self, operations: OperationList, now: float) -> None:
+        """Note that a list ended ``now``."""
+        self.num_listed -= len(operations.start)
+        self._listed_nbytes -= int(operations.nbytes.sum())
+        self._last_demand = now
 
     def take(self, now: float) -> InFlight | None:
         """Return the operations to start ``now``, which are then in flight; None when none may start."""
@@ -327,8 +441,8 @@ class IOQueue:
     def calm_nbytes(self, now: float) -> int:
         """Return how many bytes of writes may be in flight ``now`` for the sake of demand reads; sys.maxsize: all."""
         demand = self._demand
-        if demand.num_taken or demand.queued or now - self._last_demand < _CALM_S:
-            return max(CALM_NBYTES, demand.taken_nbytes // _CALM_SHARE)
+        if demand.num_taken or demand.queued or self.num_listed or now - self._last_demand < _CALM_S:
+            return max(CALM_NBYTES, (demand.taken_nbytes + self._listed_nbytes) // _CALM_SHARE)
         return sys.maxsize
 
 

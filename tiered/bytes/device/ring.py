@@ -15,9 +15,12 @@ import struct
 import time
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tiered.errors import DeviceError
 
-__all__ = ["READ", "WRITE", "Ring"]
+__all__ = ["READ", "WRITE", "Ring", "address_of", "pin"]
 
 _ASYNC_CANCEL, READ, WRITE = 14, 22, 23  # opcodes
 
@@ -42,10 +45,19 @@ _PAUSES_S = (0.005, 0.02, 0.05, 0)  # after ENOMEM: a closed ring is taken off t
 _PARAMS = struct.Struct("=10I 8IQ 8IQ")  # 5 words, features, wq_fd, 3 reserved; offsets in the two rings
 _SQE_NBYTES = 64
 _SQE = struct.Struct("=BBHiQQIIQ")  # its first 40 bytes; the rest stays 0
+_SQE_DTYPE = np.dtype(
+    {
+        "names": ["opcode", "flags", "file", "offset", "address", "nbytes", "tag"],
+        "formats": ["u1", "u1", "i4", "u8", "u8", "u4", "u8"],
+        "offsets": [0, 1, 4, 8, 16, 24, 32],
+        "itemsize": _SQE_NBYTES,
+    }
+)
 _CQE = struct.Struct("=QiI")
 _GETEVENTS_ARG = struct.Struct("=QIIQ")
 _TIMESPEC = struct.Struct("=qq")
 
+Words = NDArray[np.int64]
 _libc = ctypes.CDLL(None, use_errno=True)
 _system_call = _libc.syscall
 _brief_call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock: for calls that never wait
@@ -58,6 +70,33 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_POPULATE = 0x8000
+
+
+address_of = ctypes.addressof
+"""The address of the result of ``pin``."""
+
+
+class _ReadOnly(ctypes.c_char):
+    """The first byte of read-only memory, which ctypes takes by its address alone."""
+
+    array: NDArray[np.uint8]  # lifetime: holds the memory
+
+
+def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
+    """Return an object at the address of ``memory`` that keeps it mapped for as long as the object lives.
+
+    Raises TypeError for read-only memory unless ``is_read_only`` says that nothing will be written to it, and
+    ValueError for memory that was released or has no bytes.
+    """
+    try:
+        return ctypes.c_char.from_buffer(memory)
+    except TypeError:
+        if not is_read_only:
+            raise
+    array = np.frombuffer(memory, dtype=np.uint8)
+    pinned = _ReadOnly.from_address(array.ctypes.data)
+    pinned.array = array
+    return pinned
 
 
 class Ring:
@@ -115,6 +154,15 @@ class Ring:
             opcode, _FIXED_FILE, 0, file, offset, address, nbytes, 0, tag,
         )  # fmt: skip
         self._tail += 1
+
+    def prepare_reads(self, files: Words, addresses: Words, nbytes: Words, offsets: Words, tags: Words) -> None:
+        """Write a submission to read for each of the arrays' numbers, as ``prepare``; there must be room for all."""
+        entries = np.zeros(len(tags), _SQE_DTYPE)
+        entries["opcode"], entries["flags"] = READ, _FIXED_FILE
+        entries["file"], entries["address"], entries["nbytes"] = files, addresses, nbytes
+        entries["offset"], entries["tag"] = offsets, tags
+        self._entries[self._tail + np.arange(len(tags)) & self._mask] = entries
+        self._tail += len(tags)
 
     def link(self) -> None:
         """Let the kernel begin the last submission prepared when the one before it has completed, by itself.
@@ -223,6 +271,7 @@ class Ring:
         self._mask, self._cq_mask = word(rings + sq[2]).value, word(rings + cq[2]).value
         (ctypes.c_uint32 * num_sq).from_address(rings + sq[6])[:] = list(range(num_sq))  # entry i is submission i
         self._sqes = memoryview((ctypes.c_uint8 * (num_sq * _SQE_NBYTES)).from_address(sqes)).cast("B")
+        self._entries = np.frombuffer(self._sqes, _SQE_DTYPE)
         self._cqes = memoryview((ctypes.c_uint8 * (num_cq * _CQE.size)).from_address(rings + cq[5])).cast("B")
 
     def _map_part(self, nbytes: int, offset: int) -> int:

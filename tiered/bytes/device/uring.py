@@ -7,54 +7,37 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import logging
 import os
 import resource
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
-import numpy.typing as npt
 
-from tiered.bytes.critical_section import ServiceThread
-from tiered.bytes.device.base import IOClass
+from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
+from tiered.bytes.device.base import IOClass, Operation, OperationList
 from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.files import DataFile, translate
-from tiered.bytes.device.queue import CALM_NBYTES, MOST_REQUESTS, InFlight, IOQueue, Requests
-from tiered.bytes.device.ring import READ, WRITE, Ring
-from tiered.errors import DeadlineError, DeviceError, TieredError
+from tiered.bytes.device.queue import (
+    CALM_NBYTES,
+    FIRST_LIST_TAG,
+    MOST_REQUESTS,
+    InFlight,
+    IOQueue,
+    ListInFlight,
+    ReadLists,
+    Requests,
+)
+from tiered.bytes.device.ring import READ, WRITE, Ring, address_of, pin
+from tiered.errors import ClosedError, DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 
-__all__ = ["UringDevice", "WakeUp", "address_of", "pin"]
-
-
-address_of = ctypes.addressof
-"""The address of the result of ``pin``."""
-
-
-class _ReadOnly(ctypes.c_char):
-    """The first byte of read-only memory, which ctypes takes by its address alone."""
-
-    array: npt.NDArray[np.uint8]  # lifetime: holds the memory
-
-
-def pin(memory: memoryview, *, is_read_only: bool = False) -> ctypes.c_char:
-    """Return an object at the address of ``memory`` that keeps it mapped for as long as the object lives.
-
-    Raises TypeError for read-only memory unless ``is_read_only`` says that nothing will be written to it, and
-    ValueError for memory that was released or has no bytes.
-    """
-    try:
-        return ctypes.c_char.from_buffer(memory)
-    except TypeError:
-        if not is_read_only:
-            raise
-    array = np.frombuffer(memory, dtype=np.uint8)
-    pinned = _ReadOnly.from_address(array.ctypes.data)
-    pinned.array = array
-    return pinned
+__all__ = ["UringDevice", "WakeUp"]
 
 
 # -- wake up -----------------------------------------------------------------------------------------------------------
@@ -107,10 +90,11 @@ class WakeUp:
 
 
 _NUM_SLOTS = 128  # requests in flight; their bytes are bounded by the queue's budgets
-_LEAST_SLOTS = 8  # the rings count as locked memory on some kernels: fewer, where the limit is tight
+_LEAST_SLOTS = 4  # the rings count as locked memory on some kernels: fewer, where the limit is tight
 _NUM_FILE_SLOTS = 257  # of a ring's table, its wake-up's included, or more for files that are there from the start
 _WAKE = _NUM_SLOTS  # the tag of the read on the eventfd; above it, those of cancellations
 _CANCEL = _NUM_SLOTS + 1
+_LEAST_LISTED = 8  # shorter lists are read one by one
 _CHAINED_NBYTES = 32 * MiB  # from here on half a batch keeps a drive busy
 _APART_NBYTES = 128 * KiB  # from here on a request of its own is worth a system call
 _REQUEST_NBYTES = MiB  # with 4 MiB at a time a virtual drive moved 9 to 15 % less (bench/LOG.md)
@@ -151,6 +135,7 @@ class UringDevice(FileDevice):
         self._file_slots: dict[int, tuple[int, DataFile]] = {}  # a file's number -> its slot in the ring
         self._wake_slot = 0  # the wake-up's: the last
         self._requests = Requests()  # of operations that are larger than one
+        self._lists = ReadLists()
         self._request_nbytes = _REQUEST_NBYTES
         self._wake_up = WakeUp()
         self._ring: Ring | None = None
@@ -195,11 +180,31 @@ class UringDevice(FileDevice):
         if self._failure is not None:
             raise self._failure
 
+    def submit_list(self, operations: OperationList) -> None:
+        """Queue a list. Reads that a caller waits for go to the kernel as arrays, some 128 at a time."""
+        if operations.io_class is not IOClass.DEMAND or len(operations.start) < _LEAST_LISTED:
+            super().submit_list(operations)
+            return
+        self._check_open()
+        with CRITICAL_SECTION.lock:
+            try:
+                with self._lock:
+                    if self._is_closed:
+                        raise ClosedError(f"{self.name} is closed")
+                    self._queue.put_list(operations)
+            finally:  # order: as in ``submit``
+                self._wake()
+
     def _wake(self) -> None:
         self._wake_up.wake()
 
     def _running(self) -> Iterable[InFlight]:
-        return [flight for flight in list(self._slots) if flight is not None]
+        flights = [flight for flight in list(self._slots) if flight is not None]
+        for listed in list(self._lists.running.values()):
+            for place in np.flatnonzero(listed.with_kernel)[:1].tolist():
+                one = listed.operations.operation(place, lambda _: None)
+                flights.append(InFlight(one, IOClass.DEMAND, listed.changed))
+        return flights
 
     def close(self) -> None:
         """Complete queued operations, then end the thread, the ring and the files; as FileDevice.close."""
@@ -238,7 +243,7 @@ class UringDevice(FileDevice):
         num_slots = _NUM_SLOTS
         while True:
             try:
-                ring = self._new_ring(2 * num_slots)  # room for the wake-up and for cancellations
+                ring = self._new_ring(4 * num_slots)  # room for lists, the wake-up and cancellations
                 break
             except OSError as error:
                 if error.errno != errno.ENOMEM or num_slots == _LEAST_SLOTS:
@@ -248,6 +253,7 @@ class UringDevice(FileDevice):
         self._num_slots = num_slots
         self._queue = IOQueue(num_slots, piece_nbytes=_PIECE_NBYTES)  # still empty: no caller has this device yet
         self._requests.depth = min(_DEPTH, max(1, num_slots // 2))
+        self._lists.depth = num_slots
         try:
             num_file_slots = max(_NUM_FILE_SLOTS, len(self._files.sizes()) + 1)
             num_file_slots = min(num_file_slots, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -270,6 +276,7 @@ class UringDevice(FileDevice):
             self._wake_up.is_waiting = True  # order: before the queue is looked at for the last time
             self._start_queued(ring)
             self._start_requests(ring)
+            self._start_lists(ring)
             if self._is_closed and self._is_empty():
                 return
             ring.enter(1, _TICK_S)
@@ -287,10 +294,10 @@ class UringDevice(FileDevice):
 
     def _is_empty(self) -> bool:
         """Whether nothing is queued, waiting or with the kernel."""
-        if self._requests.num_waiting or len(self._free_slots) < self._num_slots:
+        if self._requests.num_waiting or self._lists.running or len(self._free_slots) < self._num_slots:
             return False
         with self._lock:
-            return not self._queue.num_queued
+            return not self._queue.num_queued and not self._queue.lists
 
     def _give_up(self, error: BaseException) -> None:
         """Fail the queued operations after a bug has ended the thread. The kernel keeps those that it has."""
@@ -298,6 +305,10 @@ class UringDevice(FileDevice):
         with self._lock:
             self._is_closed = True
             flights = self._queue.take_all(time.monotonic())
+            lists, self._queue.lists = self._queue.lists, deque()
+        for operations in lists:
+            operations.error = DeviceError(f"reads of {self.name} failed: the I/O thread has ended")
+            self._finish_list(ListInFlight(operations, time.monotonic()))
         for flight in flights:
             flight.operation.error = DeviceError(f"{self._describe(flight.operation)} failed: the I/O thread has ended")
         self._finish(flights)
@@ -382,6 +393,95 @@ class UringDevice(FileDevice):
             return False
         return True
 
+    # Below: lists
+
+    def _start_lists(self, ring: Ring) -> None:
+        """Prepare the reads of lists that the kernel may have."""
+        lists = self._lists
+        while lists.room and (lists.can_start or self._queue.lists):
+            if not lists.can_start:
+                with self._lock:
+                    operations = self._queue.lists.popleft()
+                self._begin_list(ring, operations)
+                continue
+            flight, places, tags = lists.take()
+            found = flight.operations
+            addresses = flight.address + found.start[places]
+            ring.prepare_reads(flight.file_slots[places], addresses, found.nbytes[places], found.offset[places], tags)
+
+    def _begin_list(self, ring: Ring, operations: OperationList) -> None:
+        """Find files and memory of a list; what does not lie in a file as a whole is read alone."""
+        flight = ListInFlight(operations, time.monotonic())
+        try:
+            flight.pinned = pin(operations.memory)
+            flight.address = address_of(flight.pinned)
+        except Exception as error:
+            operations.error = DeviceError(f"reads of {self.name} failed: {error!r}")
+            self._finish_list(flight)
+            return
+        fits = (operations.offset >= 0) & (operations.nbytes > 0) & (operations.nbytes <= self._request_nbytes)
+        for number in np.unique(operations.file).tolist():
+            ours = operations.file == number
+            slot, nbytes = self._slot_of(ring, number)
+            flight.file_slots[ours] = slot
+            fits &= ~ours | (operations.offset + operations.nbytes <= nbytes)
+        flight.places = np.flatnonzero(fits)
+        self._lists.add(flight)
+        for place in np.flatnonzero(~fits).tolist():
+            self._read_alone(flight, place)
+
+    def _slot_of(self, ring: Ring, number: int) -> tuple[int, int]:
+        """Return where file ``number`` is in the ring, and its bytes; -1 and 0 where it is not and cannot be."""
+        file = self._files.get(number)
+        if number not in self._file_slots and file is not None and len(self._file_slots) < self._wake_slot:
+            ring.set_file(len(self._file_slots), file.fd)
+            self._file_slots[number] = len(self._file_slots), file
+        slot, file = self._file_slots.get(number, (-1, None))
+        return slot, 0 if file is None else file.nbytes
+
+    def _read_alone(self, flight: ListInFlight, place: int) -> None:
+        """Queue one read of a list as an operation of its own, with its retries and its error."""
+        operation = flight.operations.operation(place, functools.partial(self._end_alone, flight))
+        with self._lock:
+            self._queue.put([operation])
+
+    def _end_alone(self, flight: ListInFlight, operation: Operation) -> None:
+        self._note_end(flight, operation.error)
+        if not flight.left:
+            self._finish_list(flight)
+
+    def _note_end(self, flight: ListInFlight, error: Exception | None) -> None:
+        flight.operations.error = flight.operations.error or error
+        flight.left -= 1
+
+    def _reap_lists(self, tagged: list[tuple[int, int]]) -> None:
+        """Take ``tagged`` completions of lists, each a tag and a result, and finish the lists that have ended."""
+        tags, results = np.array(tagged, np.int64).T
+        for flight, failed in self._lists.end(tags, results, time.monotonic()):
+            for place, result in failed:
+                if result == -errno.ECANCELED and flight.is_slow:
+                    what = self._describe(flight.operations.operation(place, lambda _: None))
+                    late = DeadlineError(f"{what} was not begun within {self.deadline_s:g} s; check the drive")
+                    self._note_end(flight, late)
+                else:
+                    self._read_alone(flight, place)
+            if not flight.left:
+                self._finish_list(flight)
+
+    def _finish_list(self, flight: ListInFlight) -> None:
+        """Count a list and hand it back to its submitter."""
+        operations = flight.operations
+        self._lists.running.pop(flight.number, None)
+        with self._lock:
+            self._queue.list_done(operations, time.monotonic())
+            self._read_bytes += flight.moved_nbytes
+            self._num_reads += flight.num_moved
+        flight.pinned = None  # lifetime: the submitter may release the memory from now on
+        try:
+            operations.on_done(operations)
+        except BaseException:  # as in ``_finish``
+            _log.exception("the completion of reads of %s raised", self.name)
+
     def _register_file(self, ring: Ring, flight: InFlight) -> tuple[int, DataFile]:
         file, number, slot = self._file_of(flight), flight.operation.file, len(self._file_slots)
         if slot == self._wake_slot:
@@ -393,11 +493,14 @@ class UringDevice(FileDevice):
     def _reap(self, ring: Ring) -> list[InFlight]:
         """Take the completions that are there; return the finished operations, with their errors set."""
         finished: list[InFlight] = []
+        listed: list[tuple[int, int]] = []
         slots, free_slots = self._slots, self._free_slots
         for tag, result, _ in ring.completions():
             if tag >= _WAKE:
                 if tag == _WAKE:
                     self._wake_up.arm(ring, self._wake_slot, _WAKE)
+                elif tag >= FIRST_LIST_TAG:
+                    listed.append((tag, result))
                 continue
             flight = slots[tag]
             assert flight is not None, f"a completion for the free slot {tag}"
@@ -412,6 +515,8 @@ class UringDevice(FileDevice):
                 finished.append(flight)
             elif (whole := self._requests.end(flight)) is not None:
                 finished.append(whole)
+        if listed:
+            self._reap_lists(listed)
         return finished
 
     def _is_finished(self, flight: InFlight, result: int) -> bool:
@@ -453,6 +558,20 @@ class UringDevice(FileDevice):
                     self._describe(flight.operation),
                     now - flight.start,
                 )
+        for listed in self._lists.running.values():
+            late = np.flatnonzero(listed.with_kernel).tolist()
+            if listed.is_slow or now - listed.changed <= self.deadline_s or not late:
+                continue
+            if ring.num_free <= len(self._free_slots) + self._lists.room + len(late):
+                return
+            listed.is_slow = True
+            for place in late:
+                ring.prepare_cancel(listed.number * FIRST_LIST_TAG + place, _CANCEL)
+            _log.warning(
+                "%d reads of %s have not completed for %.0f s; their memory and extents stay in use until the drive"
+                " answers",
+                len(late), self.name, now - listed.changed,
+            )  # fmt: skip
 
 
 def _chains(flights: list[InFlight]) -> Iterator[tuple[InFlight, InFlight | None]]:

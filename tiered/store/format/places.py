@@ -6,6 +6,7 @@ Pure arithmetic: no I/O, no lock. A place is a part of one block in one extent; 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +43,12 @@ class Places(NamedTuple):
         offset = extents["offset"].astype(np.int64)[which] + start - (ends - sizes)[which]
         device, file = extents["device"].astype(np.int64)[which], extents["file"].astype(np.int64)[which]
         return cls(start, device, file, offset, np.diff(start, append=total))
+
+    @classmethod
+    def in_turn(cls, extents: Iterable[Extent]) -> Places:
+        """Return ``extents`` as the places of what lies in them one after another."""
+        device, file, offset, nbytes = np.array(list(extents), np.int64).reshape(-1, 4).T
+        return cls(np.cumsum(nbytes) - nbytes, device, file, offset, nbytes)
 
     def take(self, which: NDArray[np.bool_] | Ints) -> Places:
         """Return the places ``which``, a mask or ascending indices."""

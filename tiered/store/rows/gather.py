@@ -25,7 +25,7 @@ from tiered.store.format.row import ExternalRange, Row, has_unread, learn, part_
 from tiered.store.residency.residency import Residency
 from tiered.store.rows.block_places import BlockPlaces, Located
 from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
-from tiered.store.values.window import Batch, Movement, OnDone, Piece, Window, WindowJob
+from tiered.store.values.window import Batch, Movement, OnDone, Window, WindowJob
 from tiered.units import KiB, round_up
 
 __all__ = ["Bytes", "Gather", "Pieces", "Segments", "part_row", "put_rows", "take_rows"]
@@ -235,7 +235,7 @@ class Gather:
         for _ in range(_NUM_TRIES):
             located = self._located(row, blocks)
             devices, reads, found = self._plan(row, blocks, at, located)
-            batch = Batch(devices, _with_memory(reads, buffer.memory), IOClass.DEMAND, on_done)
+            batch = Batch(devices, reads, buffer.memory, IOClass.DEMAND, on_done)
             yield batch
             bad = self._first_bad(row, blocks, found, located, buffer.memory)
             if located.digests is None and batch.error is not None:
@@ -310,12 +310,6 @@ class Gather:
             transfer = self._space.transfer(part, memory, IOClass.DEMAND, on_done, is_checked_by_owner=True)
             yield transfer
             _raise_error(transfer, int(blocks[first]) * row.block_nbytes // row_nbytes if row_nbytes else -1)
-
-
-def _with_memory(reads: Places, memory: memoryview) -> Iterator[Piece]:
-    ends = (reads.start + reads.nbytes).tolist()
-    parts = (memory[start:end] for start, end in zip(reads.start.tolist(), ends, strict=True))
-    return zip(reads.device.tolist(), reads.file.tolist(), reads.offset.tolist(), parts, strict=True)
 
 
 def _raise_error(transfer: Transfer, row: int) -> None:

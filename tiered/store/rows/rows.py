@@ -300,7 +300,7 @@ class _RowWrite(_Some):
                 rows, added = rows[:, 0], added[:, 0]
             rows.index_add_(0, torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), added)
             return old
-        # As index_add_ does, which takes 28 us a row: the first of each row's, all at once, then the second of each, ...
+        # As index_add_ does, which takes 28 us a row: the first of each row's, all at once, then the second of each.
         starts = np.cumsum(counts) - counts
         for turn in range(int(counts.max())):
             which = np.flatnonzero(counts > turn)

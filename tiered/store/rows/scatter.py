@@ -28,7 +28,7 @@ from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.rows.block_places import Located
 from tiered.store.rows.gather import Bytes, Gather, Pieces, Segments
-from tiered.store.values.window import Batch, Movement, OnDone, Piece, Window, WindowJob
+from tiered.store.values.window import Batch, Movement, OnDone, Window, WindowJob
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import GiB, format_bytes
 
@@ -275,12 +275,7 @@ class Scatter:
         each = zip(at.tolist(), sizes.tolist(), blocks.tolist(), [new.generation] * len(blocks), strict=True)
         digests = scattered_digests(buffer.memory, self._space.store_uuid, row.key_id, each)
         extents = tuple(pieces(new.extents, start, stored))
-        position = 0
-        writes: list[Piece] = []
-        for extent in extents:
-            writes.append((*extent[:3], buffer.memory[position : position + extent.nbytes]))
-            position += extent.nbytes
-        batch = Batch(self._space.devices, writes, IOClass.WRITE, on_done)
+        batch = Batch(self._space.devices, Places.in_turn(extents), buffer.memory, IOClass.WRITE, on_done)
         yield batch
         if batch.error is not None:
             raise batch.error

@@ -23,6 +23,7 @@ from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import DIGEST_NBYTES, block_seed, digest
+from tiered.store.format.places import Places
 from tiered.store.format.row import INLINE_NBYTES, Extent, Row, Spec, pieces
 from tiered.store.residency.entry import EntryState
 from tiered.store.residency.key_table import new_row
@@ -30,7 +31,7 @@ from tiered.store.residency.residency import Residency
 from tiered.store.values.streaming import give_back, install, take_extents
 from tiered.store.values.tensors import new_tensor, plain_value
 from tiered.store.values.values import Values
-from tiered.store.values.window import Batch, OnDone, Piece, Window, WindowJob
+from tiered.store.values.window import Batch, OnDone, Window, WindowJob
 from tiered.store.waiting.calling_thread import refuse_modes
 from tiered.store.waiting.deadline import Deadline
 from tiered.units import KiB, MiB
@@ -149,20 +150,18 @@ class _SmallGets:
     def _read(self, rows: list[Row], buffer: Buffer, on_done: OnDone) -> Iterator[Batch]:
         """Read ``rows``, in the order of their places, and copy them out."""
         space = self._working_set.space
-        places: list[tuple[Extent, memoryview]] = []
-        start = end = 0  # of the last place, in the buffer
+        places: list[Extent] = []  # one after another in the buffer
         last = Extent(-1, 0, 0, 0)
         for row in rows:
             (extent,) = row.extents
             nbytes = space.round_up(row.nbytes)
             if extent.offset == last.offset + last.nbytes and extent[:2] == last[:2]:
-                places.pop()
+                last = places.pop()
                 last = last._replace(nbytes=last.nbytes + nbytes)
             else:
-                start, last = end, extent._replace(nbytes=nbytes)
-            end += nbytes
-            places.append((last, buffer.memory[start:end]))
-        yield Batch(space.devices, ((*extent[:3], memory) for extent, memory in places), IOClass.DEMAND, on_done)
+                last = extent._replace(nbytes=nbytes)
+            places.append(last)
+        yield Batch(space.devices, Places.in_turn(places), buffer.memory, IOClass.DEMAND, on_done)
         start = 0
         for row in rows:
             # The memory of a failed operation does not match either: the next read of the key finds the error.
@@ -268,7 +267,9 @@ class _Puts:
         except Exception as error:
             failure = error
         if failure is not None:
-            yield Batch((), (), IOClass.WRITE, on_done)  # order: all values before these are put first
+            yield Batch(
+                (), Places.in_turn(()), buffer.memory, IOClass.WRITE, on_done
+            )  # order: all values before these are put first
             raise failure
         start = 0
         for key, (spec, size) in packed.items():
@@ -277,12 +278,7 @@ class _Puts:
             self._rows.append(new_row(key_id, key, spec, generation, tuple(pieces(extents, start, size)), content))
             start += size
             key_id += 1
-        places: list[Piece] = []
-        start = 0
-        for extent in extents:
-            places.append((*extent[:3], buffer.memory[start : start + extent.nbytes]))
-            start += extent.nbytes
-        batch = Batch(space.devices, places, IOClass.WRITE, on_done)
+        batch = Batch(space.devices, Places.in_turn(extents), buffer.memory, IOClass.WRITE, on_done)
         yield batch
         if batch.error is not None:
             raise batch.error

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tiered.bytes.arena import Buffer
-from tiered.bytes.device.base import Device, IOClass, Operation
+from tiered.bytes.device.base import Device, IOClass, OperationList
 from tiered.bytes.interrupt import INTERRUPTS
+from tiered.errors import TieredError
+from tiered.store.format.places import Places
 from tiered.store.residency.residency import Residency
-from tiered.store.transfers.checked_transfer import submit_each
 from tiered.store.waiting.deadline import Deadline
 
-__all__ = ["NUM_IN_FLIGHT", "Batch", "Movement", "OnDone", "Piece", "Window", "WindowJob"]
+__all__ = ["NUM_IN_FLIGHT", "Batch", "Movement", "OnDone", "Window", "WindowJob"]
 
 NUM_IN_FLIGHT = 3
 """Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
@@ -44,43 +45,47 @@ OnDone = Callable[[Any], None]
 """The callback of a movement, which takes the movement once it is done."""
 
 
-Piece = tuple[int, int, int, memoryview]
-"""The number of a device, file and offset there, and the memory to read to or to write."""
-
-
 class Batch:
     """Operations that are done together; a Movement. ``error`` is one that an operation ended with; no digests."""
 
-    __slots__ = ("_devices", "_lock", "_num_left", "_on_done", "_operations", "error", "is_done", "is_write")
+    __slots__ = ("_lists", "_lock", "_num_left", "_on_done", "error", "is_done", "is_write")
 
-    def __init__(self, devices: Sequence[Device], pieces: Iterable[Piece], io_class: IOClass, on_done: OnDone) -> None:
-        """``pieces`` are aligned, and as long as their memory."""
+    def __init__(
+        self, devices: Sequence[Device], places: Places, memory: memoryview, io_class: IOClass, on_done: OnDone
+    ) -> None:
+        """Each of ``places`` is aligned, and begins at its ``start`` in ``memory``."""
         self.error: Exception | None = None
         self.is_done = False  # for the window, which sets it under the store's lock
         self.is_write = is_write = io_class is IOClass.WRITE
-        self._devices = devices
         self._on_done = on_done
         self._lock = threading.Lock()
-        # Order: few objects for each piece, and none that lives on but these: the garbage collector looks at them all.
-        self._operations: dict[int, list[Operation]] = {}
-        piece_done = self._piece_done
-        for index, file, offset, memory in pieces:
-            operation = Operation(
-                is_write=is_write, file=file, offset=offset, memory=memory, io_class=io_class, on_done=piece_done
-            )
-            self._operations.setdefault(index, []).append(operation)
-        self._num_left = sum(map(len, self._operations.values()))
+        self._lists: list[tuple[Device, OperationList]] = []
+        for index in range(len(devices)) if len(places.start) else ():
+            some = places if len(devices) == 1 else places.take(places.device == index)
+            if len(some.start):
+                start, _, file, offset, nbytes = some
+                operations = OperationList(
+                    is_write=is_write, file=file, offset=offset, nbytes=nbytes, start=start, memory=memory,
+                    io_class=io_class, on_done=self._list_done,
+                )  # fmt: skip
+                self._lists.append((devices[index], operations))
+        self._num_left = len(self._lists)
 
     def start(self) -> None:
         """Submit everything."""
-        operations, self._operations = self._operations, {}  # lifetime: each refers to this batch
-        submit_each(self._devices, operations)
-        if not operations:
+        lists, self._lists = self._lists, []  # lifetime: each refers to this batch
+        for device, operations in lists:
+            try:
+                device.submit_list(operations)
+            except (TieredError, OSError, ValueError) as error:  # none of them was started
+                operations.error = error
+                self._list_done(operations)
+        if not lists:
             self._on_done(self)
 
-    def _piece_done(self, operation: Operation) -> None:
+    def _list_done(self, operations: OperationList) -> None:
         with self._lock:
-            self.error = self.error or operation.error
+            self.error = self.error or operations.error
             self._num_left -= 1
             is_last = not self._num_left
         if is_last:
