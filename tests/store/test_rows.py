@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import await_true, numbers, simulated_store, stored
 from tiered.errors import CorruptionError, LeaseError, UsageError
-from tiered.store.format.places import Places, extents_of
+from tiered.store.format.checksum import PAGE_BLOCKS
+from tiered.store.format.places import AnyPage, ChangedPage, Places, extents_of, pages_of_blocks
 from tiered.store.format.row import Extent, pack, pieces
 from tiered.store.rows import scatter
 from tiered.store.rows.gather import Segments
@@ -393,3 +394,59 @@ def test_places_of_blocks_that_lie_in_several_extents() -> None:
     assert places.start.tolist() == [0, 8192, 12_288, 16_384, 24_576]
     assert places.nbytes.tolist() == [8192, 4096, 4096, 8192, 4096]
     assert extents_of(places) == [Extent(0, 1, 0, 8192), Extent(1, 1, 4096, 8192), Extent(0, 2, 0, 12_288)]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pages_that_are_written_again_and_for_the_first_time_since_a_commit(tmp_path: Path, seed: int) -> None:
+    """Nine pages, some of which each write touches again and some for the first time; a commit packs them once."""
+    rng = np.random.default_rng(seed)
+    num_rows = 9000
+    expected = torch.arange(num_rows).float()[:, None].repeat(1, 1024)
+    with Store(tmp_path / "run", dram="24MiB") as store:
+        rows = store.create_rows("t", num_rows, (1024,), torch.float32)
+        rows.put(torch.arange(num_rows), expected)
+        store.commit()
+        committed = expected.clone()
+        for turn in range(24):
+            pages = rng.choice(9, int(rng.integers(1, 8)), replace=False)
+            most = 300 if turn % 9 == 0 else 6
+            index = np.unique(
+                np.concatenate(
+                    [rng.integers(p * 1024, min(num_rows, (p + 1) * 1024), rng.integers(1, most)) for p in pages]
+                )
+            )
+            rng.shuffle(index)
+            values = torch.full((len(index), 1024), float(turn))
+            rows.add(index, values)
+            expected.index_add_(0, torch.from_numpy(index), values)
+            if turn % 7 == 6 and turn % 2:
+                store.rollback()
+                expected = committed.clone()
+            elif turn % 7 == 6:
+                store.commit()
+                committed = expected.clone()
+            some = rng.integers(0, num_rows, 200)
+            assert torch.equal(rows.get(some), expected[some])
+        store.commit()
+    with Store(tmp_path / "run", dram="24MiB") as store:
+        assert store.verify().is_clean and torch.equal(store.rows("t").get(np.arange(num_rows)), expected)
+
+
+def test_a_page_that_moved_many_times_is_the_one_that_was_packed_each_time() -> None:
+    rng = np.random.default_rng(3)
+    unit = 4096
+    offset = np.arange(PAGE_BLOCKS) * unit
+    zeros = np.zeros_like(offset)
+    first = Places(offset, zeros, zeros, offset + (1 << 30), zeros + unit)
+    (packed,) = pages_of_blocks(first, np.arange(1, PAGE_BLOCKS + 1, dtype=np.uint64), zeros.astype(np.uint64), unit)
+    lazy: AnyPage = packed
+    for turn in range(200):
+        blocks = np.unique(rng.integers(0, PAGE_BLOCKS, int(rng.integers(1, 40))))
+        there = np.zeros_like(blocks)
+        places = Places(blocks * unit, there, there, rng.integers(0, 1 << 20, len(blocks)) * unit, there + unit)
+        digests = rng.integers(0, 1 << 60, len(blocks)).astype(np.uint64)
+        lazy = ChangedPage(lazy, (blocks, places, digests, turn), unit)
+        packed = ChangedPage(packed, (blocks, places, digests, turn), unit).packed()
+        if turn % 70 == 69:
+            assert lazy.packed() == packed
+    assert lazy.packed() == packed

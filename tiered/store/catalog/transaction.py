@@ -85,7 +85,7 @@ class CatalogTransaction:
             if body[KIND_AT] == PAGED:
                 pages = enumerate(pages_of(row)) if row.pages is None else row.pages.changed.items()
                 for number, page in pages:
-                    self._put_page(row.key_id, number, page)
+                    self._put_page(row.key_id, number, page.packed())
             yield row.key_id, body, new
 
     def delete(self, key_ids: Iterable[int]) -> None:

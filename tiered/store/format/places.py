@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import EXTENT_DTYPE, Extent, Page
 
-__all__ = ["Ints", "Places", "extents_of", "generations_of", "pages_of_blocks"]
+__all__ = ["AnyPage", "ChangedPage", "Ints", "Places", "extents_of", "generations_of", "pages_of_blocks"]
 
 Ints = NDArray[np.int64]
 
@@ -102,3 +102,63 @@ def pages_of_blocks(
         of_each = b"" if int(written.min()) == newest else written.tobytes()
         found.append(Page(newest, extents[begin:end].tobytes(), digests[blocks].tobytes(), of_each))
     return found
+
+
+_MOST_CHANGES, _MOST_CHANGED = 64, PAGE_BLOCKS // 2  # of a page that is not packed
+
+
+class _Moved(NamedTuple):
+    """Blocks of a page, counted in it, that were written: where to, counted in it, too, and their digests."""
+
+    blocks: Ints
+    places: Places
+    digests: NDArray[np.uint64]
+    generation: int
+
+
+class ChangedPage:
+    """A page some blocks of which moved since it was packed. It never changes; it is packed once somebody asks for it.
+
+    A page that is written over and over between two commits is so packed twice, and not each time.
+    """
+
+    __slots__ = ("_base", "_block_nbytes", "_moved", "_packed")
+
+    def __init__(
+        self, base: Page | ChangedPage, moved: tuple[Ints, Places, NDArray[np.uint64], int], unit: int
+    ) -> None:
+        """``moved``: blocks of ``base``, their places and digests, and the generation they were written for."""
+        self._packed: Page | None = None
+        self._block_nbytes = unit
+        self._base: Page
+        self._moved: tuple[_Moved, ...] = (_Moved(*moved),)
+        if isinstance(base, ChangedPage) and base._packed is None:
+            self._base, self._moved = base._base, (*base._moved, *self._moved)
+        else:
+            self._base = base.packed()
+        if len(self._moved) > _MOST_CHANGES or sum(len(each.blocks) for each in self._moved) > _MOST_CHANGED:
+            self.packed()
+
+    def packed(self) -> Page:
+        """Return the page."""
+        if self._packed is None:
+            self._packed = self._pack()
+        return self._packed
+
+    def _pack(self) -> Page:
+        page, unit = self._base, self._block_nbytes
+        digests, generations = np.frombuffer(page.digests, np.uint64).copy(), generations_of(page).copy()
+        is_open = np.ones(len(digests), np.bool_)  # whether no later change has the block
+        found: list[Places] = []
+        for blocks, places, own, generation in reversed(self._moved):
+            found.append(places.take(is_open[places.start // unit]))
+            here = is_open[blocks]
+            digests[blocks[here]], generations[blocks[here]] = own[here], generation
+            is_open[blocks] = False
+        before = Places.of(page.places, unit)
+        found.append(before.take(is_open[before.start // unit]))
+        places = Places(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
+        return pages_of_blocks(places.take(np.argsort(places.start, kind="stable")), digests, generations, unit)[0]
+
+
+AnyPage = Page | ChangedPage

@@ -210,6 +210,10 @@ class Page(NamedTuple):
     def extents(self) -> tuple[Extent, ...]:
         return tuple(map(Extent._make, _EXTENT.iter_unpack(self.places)))
 
+    def packed(self) -> Page:
+        """Return itself: see ``ChangedPage``."""
+        return self
+
 
 def encode_row(row: Row, store_uuid: bytes) -> tuple[bytes, bytes]:
     """Return the body and the digest of ``row``; ValueError for a row that the format does not allow.

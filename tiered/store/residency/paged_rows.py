@@ -16,7 +16,7 @@ import numpy as np
 
 from tiered.errors import CorruptionError
 from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.places import Ints, Places, extents_of
+from tiered.store.format.places import AnyPage, Ints, Places, extents_of
 from tiered.store.format.row import Extent, Page, Row, join, pack, pages_of
 from tiered.store.residency.entry import BlockWrites, Entry, EntryState
 from tiered.store.space.space import Readers, Space
@@ -58,8 +58,8 @@ class Pages:
         readers.last_version += 1
         self.version = readers.last_version
         self.readers = readers
-        self.changed: dict[int, Page] = {}  # that no commit has written
-        self._own: dict[int, Page] = {}  # that are not, or not as here, in the catalog
+        self.changed: dict[int, AnyPage] = {}  # that no commit has written
+        self._own: dict[int, AnyPage] = {}  # that are not, or not as here, in the catalog
         self._stamps: dict[int, int] = {}  # of these
         self._read = read
 
@@ -88,7 +88,11 @@ class Pages:
                 if not all(number in own for number in missing):
                     raise
         # Order: a commit that put other pages there, or none, had kept these before.
-        return [own.get(number) or found[number] for number in numbers]
+        return [(own.get(number) or found[number]).packed() for number in numbers]
+
+    def own(self, number: int) -> AnyPage | None:
+        """Return page ``number`` where it is in memory."""
+        return self._own.get(number)
 
     def stamp(self, number: int) -> int:
         """Return a number that the page ``number`` of this version shares with no other page of that number.
@@ -109,7 +113,7 @@ class Pages:
             self._stamps.setdefault(number, self.readers.stamps.get(number, 0))
             self._own.setdefault(number, page)
 
-    def change(self, pages: Mapping[int, Page]) -> None:
+    def change(self, pages: Mapping[int, AnyPage]) -> None:
         """Make ``pages`` this version's own."""
         self._stamps.update(dict.fromkeys(pages, self.version))
         self.changed.update(pages)
@@ -132,7 +136,7 @@ class Pages:
 class BlockChange(NamedTuple):
     """Some blocks of a record that went to other places."""
 
-    pages: Mapping[int, Page]  # that these are in, as they are to be
+    pages: Mapping[int, AnyPage]  # that these are in, as they are to be
     blocks: Ints
     old: Places  # where these were
 
@@ -255,7 +259,7 @@ def _fresh(row: Row, pages: Pages, parts: BlockWrites) -> Iterator[Extent]:
     """Yield where the fresh blocks of ``row`` lie."""
     blocks = parts.fresh()
     for number in np.unique(blocks // PAGE_BLOCKS).tolist():
-        places = Places.of(pages.changed[number].places, row.block_nbytes)
+        places = Places.of(pages.changed[number].packed().places, row.block_nbytes)
         yield from extents_of(places.take(parts.are_fresh(places.start // row.block_nbytes + number * PAGE_BLOCKS)))
 
 

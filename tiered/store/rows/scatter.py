@@ -14,13 +14,14 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.store.format.checksum import PAGE_BLOCKS, scattered_digests
-from tiered.store.format.places import Ints, Places, pages_of_blocks
+from tiered.store.format.places import AnyPage, ChangedPage, Ints, Places, pages_of_blocks
 from tiered.store.format.row import Page, Row, Spec, pack, pieces
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import BlockChange
@@ -285,25 +286,50 @@ class Scatter:
 
     def _change(self, target: _Target) -> BlockChange:
         """Return the pages of the blocks as they are to be, and what moved; blocks."""
-        new, numbers = self._located(target), np.unique(target.blocks // PAGE_BLOCKS)
-        pages: dict[int, Page] = {}
+        row, blocks, new = target.row, target.blocks, self._located(target)
+        numbers = np.unique(blocks // PAGE_BLOCKS)
+        pages: dict[int, AnyPage] = {}
         old: list[Places] = []
+        again = self._change_again(target, new, numbers)
+        if again:
+            pages.update(again)
+            numbers = numbers[~np.isin(numbers, list(again))]
+            is_again = np.isin(blocks // PAGE_BLOCKS, list(again))
+            old.append(self._places.locate(row, blocks[is_again]).places)
+            blocks, new = blocks[~is_again], _without(new, row, is_again, list(again))
         for first in range(0, len(numbers), _NUM_PAGES):
             some = numbers[first : first + _NUM_PAGES]
-            changed, moved = self._changed_pages(target, new, some)
+            changed, moved = self._changed_pages(row, blocks, new, some)
             pages.update(zip(some.tolist(), changed, strict=True))
             old.append(moved)
         return BlockChange(pages, target.blocks, Places(*(np.concatenate(each) for each in zip(*old, strict=True))))
 
-    def _changed_pages(self, target: _Target, new: Located, numbers: Ints) -> tuple[list[Page], Places]:
-        """Return the pages ``numbers`` with the blocks of ``new`` in them, and the places that these leave."""
-        row, unit = target.row, target.row.block_nbytes
+    def _change_again(self, target: _Target, new: Located, numbers: Ints) -> dict[int, AnyPage]:
+        """Return those of the pages ``numbers`` that are in memory, as they are to be."""
+        unit = target.row.block_nbytes
+        assert new.digests is not None, target.row
+        edges = (numbers * PAGE_BLOCKS, (numbers + 1) * PAGE_BLOCKS)
+        blocks = [np.searchsorted(target.blocks, edge).tolist() for edge in edges]
+        places = [np.searchsorted(new.places.start, edge * unit).tolist() for edge in edges]
+        pages: dict[int, AnyPage] = {}
+        for number, low, high, begin, end in zip(numbers.tolist(), *blocks, *places, strict=True):
+            base = target.row.pages.own(number)
+            if base is not None:
+                start, *others = (each[begin:end] for each in new.places)
+                there = Places(start - number * PAGE_BLOCKS * unit, *others)
+                here = target.blocks[low:high] - number * PAGE_BLOCKS
+                pages[number] = ChangedPage(base, (here, there, new.digests[low:high], target.new.generation), unit)
+        return pages
+
+    def _changed_pages(self, row: Row, blocks: Ints, new: Located, numbers: Ints) -> tuple[list[Page], Places]:
+        """Return the pages ``numbers`` with ``blocks``, in ``new`` places, in them, and the places that these leave."""
+        unit = row.block_nbytes
         each = (numbers[:, None] * PAGE_BLOCKS + np.arange(PAGE_BLOCKS)).reshape(-1)
         each = each[: np.searchsorted(each, row.num_blocks)]  # all blocks of these pages
         before = self._places.locate(row, each)
         low, high = numbers[0] * PAGE_BLOCKS, (numbers[-1] + 1) * PAGE_BLOCKS
-        ours = slice(*np.searchsorted(target.blocks, (low, high)))
-        index = np.searchsorted(each, target.blocks[ours])
+        ours = slice(*np.searchsorted(blocks, (low, high)))
+        index = np.searchsorted(each, blocks[ours])
         moved = np.zeros(len(each), np.bool_)
         moved[index] = True
         is_old = moved[np.searchsorted(each, before.places.start // unit)]
@@ -340,3 +366,11 @@ class Scatter:
                 self._working_set.parts_written(entry, row, change)
             working_set.streamed_out_bytes += int(target.nbytes_of(target.blocks).sum())
             return entry.row
+
+
+def _without(located: Located, row: Row, blocks: NDArray[np.bool_], pages: list[int]) -> Located:
+    """Return ``located``, of blocks of ``row``, without those of the mask ``blocks``: all that are in ``pages``."""
+    places, digests, generations = located
+    assert digests is not None, row
+    is_there = np.isin(places.start // (row.block_nbytes * PAGE_BLOCKS), pages)
+    return Located(places.take(~is_there), digests[~blocks], generations[~blocks])
