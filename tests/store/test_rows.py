@@ -16,7 +16,7 @@ from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.rig import await_true, numbers, simulated_store, stored
 from tiered.errors import CorruptionError, LeaseError, UsageError
 from tiered.store.format.checksum import PAGE_BLOCKS
-from tiered.store.format.places import AnyPage, ChangedPage, Places, extents_of, pages_of_blocks
+from tiered.store.format.places import AnyPage, ChangedPage, Moved, Places, extents_of, pages_of_blocks
 from tiered.store.format.row import Extent, pack, pieces
 from tiered.store.rows import scatter
 from tiered.store.rows.gather import Segments
@@ -445,8 +445,9 @@ def test_a_page_that_moved_many_times_is_the_one_that_was_packed_each_time() -> 
         there = np.zeros_like(blocks)
         places = Places(blocks * unit, there, there, rng.integers(0, 1 << 20, len(blocks)) * unit, there + unit)
         digests = rng.integers(0, 1 << 60, len(blocks)).astype(np.uint64)
-        lazy = ChangedPage(lazy, (blocks, places, digests, turn), unit)
-        packed = ChangedPage(packed, (blocks, places, digests, turn), unit).packed()
+        moved = Moved(blocks, places, digests, turn)
+        lazy = ChangedPage(lazy, 0, moved, len(blocks), unit)
+        packed = ChangedPage(packed, 0, moved, len(blocks), unit).packed()
         if turn % 70 == 69:
             assert lazy.packed() == packed
     assert lazy.packed() == packed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiered.store.format.checksum import DIGEST_NBYTES, PAGE_BLOCKS
 from tiered.store.format.row import EXTENT_DTYPE, Extent, Page
 
-__all__ = ["AnyPage", "ChangedPage", "Ints", "Places", "extents_of", "generations_of", "pages_of_blocks"]
+__all__ = ["AnyPage", "ChangedPage", "Ints", "Moved", "Places", "extents_of", "generations_of", "pages_of_blocks"]
 
 Ints = NDArray[np.int64]
 
@@ -107,8 +107,8 @@ def pages_of_blocks(
 _MOST_CHANGES, _MOST_CHANGED = 64, PAGE_BLOCKS // 2  # of a page that is not packed
 
 
-class _Moved(NamedTuple):
-    """Blocks of a page, counted in it, that were written: where to, counted in it, too, and their digests."""
+class Moved(NamedTuple):
+    """Blocks of a record, ascending, that were written: where to, their digests, and for which generation."""
 
     blocks: Ints
     places: Places
@@ -117,43 +117,49 @@ class _Moved(NamedTuple):
 
 
 class ChangedPage:
-    """A page some blocks of which moved since it was packed. It never changes; it is packed once somebody asks for it.
+    """A page of blocks that moved since it was packed. It never changes; it is packed once somebody asks for it.
 
     A page that is written over and over between two commits is so packed twice, and not each time.
     """
 
-    __slots__ = ("_base", "_block_nbytes", "_moved", "_packed")
+    __slots__ = ("_base", "_block_nbytes", "_moved", "_num_moved", "_number", "_packed")
 
-    def __init__(
-        self, base: Page | ChangedPage, moved: tuple[Ints, Places, NDArray[np.uint64], int], unit: int
-    ) -> None:
-        """``moved``: blocks of ``base``, their places and digests, and the generation they were written for."""
+    def __init__(self, base: AnyPage, number: int, moved: Moved, num_moved: int, block_nbytes: int) -> None:
+        """``base`` is page ``number`` of a record, and ``num_moved`` of the blocks ``moved`` are in it."""
         self._packed: Page | None = None
-        self._block_nbytes = unit
-        self._base: Page
-        self._moved: tuple[_Moved, ...] = (_Moved(*moved),)
+        self._number, self._block_nbytes = number, block_nbytes
+        earlier = base._moved if isinstance(base, ChangedPage) else ()  # order: before it is seen not to be packed
         if isinstance(base, ChangedPage) and base._packed is None:
-            self._base, self._moved = base._base, (*base._moved, *self._moved)
+            self._base: Page = base._base
+            self._moved: tuple[Moved, ...] = (*earlier, moved)
+            self._num_moved: int = base._num_moved + num_moved
         else:
-            self._base = base.packed()
-        if len(self._moved) > _MOST_CHANGES or sum(len(each.blocks) for each in self._moved) > _MOST_CHANGED:
+            self._base, self._moved, self._num_moved = base.packed(), (moved,), num_moved
+        if len(self._moved) > _MOST_CHANGES or self._num_moved > _MOST_CHANGED:
             self.packed()
 
     def packed(self) -> Page:
         """Return the page."""
+        moved = self._moved  # order: before it is seen not to be packed
         if self._packed is None:
-            self._packed = self._pack()
+            self._packed = self._pack(moved)
+            self._moved = ()  # lifetime: the arrays of many writes
         return self._packed
 
-    def _pack(self) -> Page:
-        page, unit = self._base, self._block_nbytes
+    def _pack(self, notes: tuple[Moved, ...]) -> Page:
+        page, unit, first = self._base, self._block_nbytes, self._number * PAGE_BLOCKS
         digests, generations = np.frombuffer(page.digests, np.uint64).copy(), generations_of(page).copy()
         is_open = np.ones(len(digests), np.bool_)  # whether no later change has the block
         found: list[Places] = []
-        for blocks, places, own, generation in reversed(self._moved):
+        for moved in reversed(notes):
+            low, high = np.searchsorted(moved.blocks, (first, first + PAGE_BLOCKS))
+            blocks = moved.blocks[low:high] - first
+            begin, end = np.searchsorted(moved.places.start, (first * unit, (first + PAGE_BLOCKS) * unit))
+            places = Places(*(each[begin:end] for each in moved.places))
+            places = places._replace(start=places.start - first * unit)
             found.append(places.take(is_open[places.start // unit]))
             here = is_open[blocks]
-            digests[blocks[here]], generations[blocks[here]] = own[here], generation
+            digests[blocks[here]], generations[blocks[here]] = moved.digests[low:high][here], moved.generation
             is_open[blocks] = False
         before = Places.of(page.places, unit)
         found.append(before.take(is_open[before.start // unit]))

@@ -96,7 +96,8 @@ class BlockPlaces:
         bounds = [*first.tolist(), len(blocks)]
         packed = _packed(places) if fits else None
         with self._lock:
-            for number, begin, end in zip(numbers.tolist(), bounds, bounds[1:], strict=False):
+            slots = np.full(len(numbers), -1)
+            for place, number in enumerate(numbers.tolist()):
                 key = (before.pages.readers, number)
                 slot, stamp = self._decoded.get(key, (None, 0))
                 if slot is None or stamp != before.pages.stamp(number):
@@ -104,11 +105,14 @@ class BlockPlaces:
                 if packed is None or digests is None:
                     self._free.append(self._decoded.pop(key)[0])
                     continue
-                words = self._words[:, slot]
-                some = blocks[begin:end] - number * PAGE_BLOCKS
-                words[0, some], words[1, some] = packed[begin:end], digests[begin:end].view(np.int64)
-                words[2, some] = located.generations[begin:end].view(np.int64)
+                slots[place] = slot
                 self._decoded[key] = (slot, after.pages.stamp(number))
+            if packed is None or digests is None:
+                return
+            of_each = np.repeat(slots, np.diff(bounds))
+            is_known = of_each >= 0
+            new = np.stack((packed, digests.view(np.int64), located.generations.view(np.int64)))
+            self._words[:, of_each[is_known], blocks[is_known] % PAGE_BLOCKS] = new[:, is_known]
 
     # Below: under the lock
 

@@ -9,6 +9,7 @@ it leaves these files.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -21,7 +22,7 @@ from tiered.bytes.device.base import IOClass
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import UsageError
 from tiered.store.format.checksum import PAGE_BLOCKS, scattered_digests
-from tiered.store.format.places import AnyPage, ChangedPage, Ints, Places, pages_of_blocks
+from tiered.store.format.places import AnyPage, ChangedPage, Ints, Moved, Places, pages_of_blocks
 from tiered.store.format.row import Page, Row, Spec, pack, pieces
 from tiered.store.residency.entry import Entry, EntryState
 from tiered.store.residency.paged_rows import BlockChange
@@ -306,19 +307,14 @@ class Scatter:
 
     def _change_again(self, target: _Target, new: Located, numbers: Ints) -> dict[int, AnyPage]:
         """Return those of the pages ``numbers`` that are in memory, as they are to be."""
-        unit = target.row.block_nbytes
         assert new.digests is not None, target.row
-        edges = (numbers * PAGE_BLOCKS, (numbers + 1) * PAGE_BLOCKS)
-        blocks = [np.searchsorted(target.blocks, edge).tolist() for edge in edges]
-        places = [np.searchsorted(new.places.start, edge * unit).tolist() for edge in edges]
+        moved = Moved(target.blocks, new.places, new.digests, target.new.generation)
+        edges = np.searchsorted(target.blocks, numbers * PAGE_BLOCKS).tolist()
         pages: dict[int, AnyPage] = {}
-        for number, low, high, begin, end in zip(numbers.tolist(), *blocks, *places, strict=True):
+        for number, (low, high) in zip(numbers.tolist(), itertools.pairwise([*edges, len(moved.blocks)]), strict=True):
             base = target.row.pages.own(number)
             if base is not None:
-                start, *others = (each[begin:end] for each in new.places)
-                there = Places(start - number * PAGE_BLOCKS * unit, *others)
-                here = target.blocks[low:high] - number * PAGE_BLOCKS
-                pages[number] = ChangedPage(base, (here, there, new.digests[low:high], target.new.generation), unit)
+                pages[number] = ChangedPage(base, number, moved, high - low, target.row.block_nbytes)
         return pages
 
     def _changed_pages(self, row: Row, blocks: Ints, new: Located, numbers: Ints) -> tuple[list[Page], Places]:
