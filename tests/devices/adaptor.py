@@ -39,9 +39,9 @@ class Adaptor(Device):
         """Allocate [start, end) of ``file`` again; blocks."""
         self.upstream.fill(file, start, end)
 
-    def has_holes(self, file: int) -> bool:
-        """Return whether ``file`` has less space than it is long."""
-        return self.upstream.has_holes(file)
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        """Return the ranges of ``file`` without space; blocks."""
+        return self.upstream.holes(file)
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Start all ``operations``; does not block on them."""

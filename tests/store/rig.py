@@ -203,8 +203,8 @@ class GatedDevice(Device):
     def fill(self, file: int, start: int, end: int) -> None:
         self.device.fill(file, start, end)
 
-    def has_holes(self, file: int) -> bool:
-        return self.device.has_holes(file)
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        return self.device.holes(file)
 
     def flush(self) -> None:
         self.events.append("flush")

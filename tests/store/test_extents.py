@@ -100,11 +100,13 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.free[False] -= dug
         self.holes |= dug
 
-    @rule(device=st.integers(0, 1), file=st.integers(0, 2))
-    def dig_all(self, device, file):
+    @rule(device=st.integers(0, 1), file=st.integers(0, 2), start=st.integers(0, 40), nbytes=st.integers(0, 40))
+    def dig_range(self, device, file, start, nbytes):
         if (device, file) in self.sizes:
-            self.allocator.dig_all(device, file)
-            dug = {unit for unit in self.free[False] if unit[:2] == (device, file)}
+            self.allocator.dig_range(device, file, start * UNIT, (start + nbytes) * UNIT)
+            dug = {
+                unit for unit in self.free[False] if unit[:2] == (device, file) and start <= unit[2] < start + nbytes
+            }
             self.free[False] -= dug
             self.holes |= dug
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.devices.adaptor import Adaptor
 from tests.devices.simulated_disk import Moment, SimulatedDisk
@@ -37,9 +40,8 @@ def test_gc_gives_back_what_deleted_keys_had_between_others(tmp_path: Path) -> N
         store.commit()
     assert main(["gc", str(run), "--yes"]) == 0
     assert on_drive(run) <= len(kept) * 4 * MiB + 64 * KiB
-    found = Leftovers([run])
-    found.close()
-    assert not found.items  # what was given back is not found again
+    with closing(Leftovers([run])) as found:
+        assert not found.items  # what was given back is not found again
     with Store(run, dram="32MiB") as store:
         for number in range(50, 70):  # the holes are filled before they are written
             store[f"k{number}"] = numbers(4 * MiB, number)
@@ -74,6 +76,25 @@ def test_a_commit_gives_back_what_deleted_keys_had(tmp_path: Path) -> None:
             assert torch.equal(store[f"new{number}"], numbers(4 * MiB, number))
 
 
+def test_gc_finishes_what_a_commit_gave_back_in_part(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Store(run, dram="32MiB") as store:
+        store.working_set.space.least_given_nbytes = 16 * MiB
+        for number in range(40):
+            store[f"k{number}"] = numbers(4 * MiB, number)
+        store.commit()
+        for number in range(40):
+            if number % 10 != 5:
+                del store[f"k{number}"]
+        store.commit()
+    before = on_drive(run)
+    with closing(Leftovers([run])) as found:
+        assert found.nbytes == before - 16 * MiB == found.remove()
+    assert on_drive(run) <= 16 * MiB + 64 * KiB  # ext4 counts its list of a file's parts
+    with Store(run, dram="32MiB") as store:
+        assert store.verify().is_clean and len(store) == 4
+
+
 def test_values_that_are_replaced_give_nothing_back() -> None:
     disk = SimulatedDisk(can_lose_power=False)
     with simulated_store(disk) as store:
@@ -81,6 +102,56 @@ def test_values_that_are_replaced_give_nothing_back() -> None:
             store["a"], store["b"] = numbers(100 * KiB, seed), numbers(60 * KiB, seed)
             store.commit()
         assert disk.free_nbytes(0) == disk._capacity_nbytes - sum(disk.sizes(0).values())
+
+
+def test_the_space_of_values_that_are_replaced_stays_beside_keys_that_come_and_go(tmp_path: Path) -> None:
+    save_file({"x": numbers(2 * MiB)}, tmp_path / "x.safetensors")
+    with simulated_store(external=[tmp_path / "x.safetensors"], budget_nbytes=8 * MiB) as store:
+        for seed in range(2):
+            store["a"] = numbers(800 * KiB, seed)
+            store.commit()
+        free = store.working_set.space.free_nbytes
+        store.adopt("x", tmp_path / "x.safetensors", "x")
+        store.commit()
+        del store["x"]  # it had no bytes of the store's
+        store.commit()
+        for number in range(50):
+            store["short"] = numbers(40 * KiB, number)
+            store.commit()
+            del store["short"]
+            store.commit()
+        assert store.working_set.space.free_nbytes >= free
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_the_holes_of_a_file_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tells: bool) -> None:
+    def nobody_knows(fd: int, nbytes: int) -> list[tuple[int, int]]:
+        raise OSError(errno.EOPNOTSUPP, "scripted")
+
+    with Store(tmp_path / "run", dram="32MiB") as store:
+        space = store.working_set.space
+        space.least_given_nbytes = 8 * MiB
+        for number in range(20):
+            store[f"k{number}"] = numbers(4 * MiB, number)
+        store.commit()
+        for number in range(0, 20, 2):  # a second set, which stays with the file
+            store[f"k{number}"] = numbers(4 * MiB, number)
+        store.commit()
+        for number in range(1, 20, 2):
+            del store[f"k{number}"]
+        store.commit()
+        free, used = space.free_nbytes, space.used_nbytes
+    if not tells:
+        monkeypatch.setattr("tiered.bytes.device.files._holes_of", nobody_knows)
+    with Store(tmp_path / "run", dram="32MiB") as store:
+        space = store.working_set.space
+        assert space.used_nbytes == used and (
+            abs(space.free_nbytes - free) <= 64 * KiB if tells else not space.free_nbytes
+        )
+        for number in range(30):
+            store[f"new{number}"] = numbers(4 * MiB, number)
+        store.commit()
+        assert store.verify().is_clean and len(store) == 40
 
 
 def test_what_was_reserved_stays() -> None:

@@ -63,6 +63,41 @@ def test_the_bits_are_those_of_torch(tmp_path: Path, shape: tuple[int, ...], sta
         assert torch.equal(rows.get(range(NUM_ROWS)), in_memory(shape, 200))
 
 
+def test_a_step_before_resume_is_refused_and_loses_no_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        rows = store.create_rows("t", NUM_ROWS, (8,), torch.float32, state="adam")
+        with pytest.raises(UsageError, match="the key is there"):
+            store.create_rows("t", 3, (8,), torch.float32)
+        optimizer = tiered.RowSparseAdam(rows, lr=0.1)
+        optimizer.step([1], torch.ones(1, 8))
+        store.commit()
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        optimizer = tiered.RowSparseAdam(store.rows("t", state="adam"), lr=0.5)
+        with pytest.raises(UsageError, match=r"has 1 steps .* call store.resume\(\) before the first step"):
+            optimizer.step([1], torch.ones(1, 8))
+        store["other"] = torch.ones(3)
+        store.commit()  # keeps the count
+        store.resume()
+        assert "goes on with the commit's lr=0.1 and not 0.5" in caplog.text
+        optimizer.step([1], torch.ones(1, 8))
+        assert optimizer.state_dict()["step"] == 2 and optimizer.lr == 0.1
+        optimizer.lr = 0.5
+        store.commit()
+        store.rollback()
+        assert optimizer.lr == 0.5
+        with pytest.raises(TypeError, match="expected gradients as a dense tensor"):
+            optimizer.step([1], torch.ones(1, 8).to_sparse())
+        store.commit()
+    with tiered.Store(tmp_path, dram="16MiB") as store:  # the other way: a table made anew
+        del store["t"]
+        rows = store.create_rows("t", NUM_ROWS, (8,), torch.float32, state="adam")
+        store.drop_state("rows/t")
+        store.commit()
+        optimizer = tiered.RowSparseAdam(rows, lr=0.5)
+        optimizer.step([1], torch.ones(1, 8))
+        assert optimizer.state_dict()["step"] == 1
+
+
 SCRIPT = """
 import sys, torch, tiered
 from tests.store.test_row_sparse_adam import NUM_ROWS, gradients

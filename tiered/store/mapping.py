@@ -119,7 +119,8 @@ class TensorMapping(MutableMapping[str, torch.Tensor]):
 
         Nothing of it is written to the store but the digests of its blocks. With ``verify="first commit"`` that commit
         reads what was not read by then. With ``"first touch"`` no commit reads any: a block has its digest, 8 bytes,
-        from its first read on, and what others did to the file before goes unseen; ``verify()`` names such keys.
+        from the first commit after its first read on (leaving the ``with`` block is one), and what others did to the
+        file before goes unseen. ``verify()`` reads all of it, and names such keys; a commit after it keeps the digests.
 
         A later write to the key gives it bytes of its own. A part that is read costs whole blocks of ``block_size``
         as of ``put``, such as "4KiB" for a table of rows; "auto": those of a row, 4 KiB at least, of a tensor of at

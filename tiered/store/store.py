@@ -151,16 +151,24 @@ class Store(TensorMapping):
     def create_rows(
         self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype, *, state: str | None = None
     ) -> Rows:
-        """Make ``key`` a table of zeros, (num_rows, *row_shape), in blocks of 4 KiB, and return its rows; blocks.
+        """Make ``key``, which is new, a table of zeros, (num_rows, *row_shape), in blocks of 4 KiB; blocks.
 
+        Returns its rows. For a table that is there already, such as a committed one, there is ``rows``.
         With ``state="adam"`` each row of fp32 has its moments beside it, for ``RowSparseAdam``: the tensor of the key
         is (num_rows, 3, *row_shape). It is written to the device at once, and nothing of it is in DRAM; a commit makes
-        it durable. Raises ValueError, CapacityError.
+        it durable. Raises ValueError, CapacityError, UsageError for a key that is there.
         """
+        if isinstance(row_shape, int):
+            raise TypeError(f"create_rows({key!r}): expected row_shape as a tuple such as (256,), got {row_shape}")
         if state not in (None, "adam"):
             raise ValueError(f'create_rows({key!r}): expected state None or "adam", got {state!r}')
         if state is not None and dtype is not torch.float32:
             raise ValueError(f"create_rows({key!r}): state={state!r} is for rows of torch.float32, got {dtype}")
+        if key in self:
+            raise UsageError(
+                f"create_rows({key!r}): the key is there; store.rows({key!r}) has the rows of a table, and del"
+                f" store[{key!r}] drops it"
+            )
         shape = (num_rows, *row_shape) if state is None else (num_rows, NUM_WITH_ADAM, *row_shape)
         spec = Spec(dtype, shape, self.working_set.space.alignment)
         self._values.put_zeros(self._producers.settled(key), spec)
@@ -171,17 +179,19 @@ class Store(TensorMapping):
 
         When it is full, the least recently used tensors go. Where all are used in turn, over and over, that is the
         worst choice: use keys without a cache then. Raises ValueError, UsageError for a prefix that begins with, or
-        begins, another cache's.
+        begins, another cache's. A put may commit the whole store, with the last state: see ``Cache``.
         """
         nbytes = parse_bytes(capacity)
-        if policy != "lru" or nbytes <= 0 or not prefix:
-            raise ValueError(
-                f"cache {prefix!r}: expected a prefix, a capacity above 0 and"
-                f' policy="lru", got {capacity!r}, {policy!r}'
-            )
+        if nbytes <= 0 or not prefix:
+            raise ValueError(f"cache {prefix!r}: expected a prefix, and a capacity above 0, got {capacity!r}")
+        if policy != "lru":
+            raise ValueError(f'cache {prefix!r}: expected policy="lru", which is all there is, got {policy!r}')
         for other in self._caches:
             if other.startswith(prefix) or prefix.startswith(other):
-                raise UsageError(f"cache {prefix!r}: its keys would be those of the cache {other!r}, too")
+                raise UsageError(
+                    f"cache {prefix!r}: its keys would be those of the cache {other!r}, too; use the Cache that the"
+                    " first call returned, or another prefix"
+                )
         found = Cache(self, prefix, nbytes)
         self._caches.append(prefix)
         return found

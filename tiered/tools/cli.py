@@ -260,7 +260,7 @@ def verify(run: Run, drop: Drop = None, external: External = None, yes: Yes = Fa
 def gc(run: Run, dry_run: DryRun = False, yes: Yes = False, json: ReportFile = None) -> int:
     """Remove what crashes left in a run's directories, and give back the space behind a file's last committed byte.
 
-    The store uses the space of other deleted keys again; the file keeps that space.
+    The space of other deleted keys, in ranges of 64 KiB and more, goes back as holes, where the file system has them.
     """
     from tiered.tools.inspect import clean
 

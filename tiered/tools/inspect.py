@@ -405,7 +405,11 @@ def check(
         f"generation {generation}: {len(report.errors) or 'none'} damaged"
     )
     for key, num in report.unread.items():
-        say(f"not compared: {num} blocks of {key!r}, which nobody had read since it was adopted", indent=2)
+        say(
+            f"not compared: {num} blocks of {key!r}, which nobody had read since it was adopted; store.verify() and"
+            " store.commit() in a program give them digests",
+            indent=2,
+        )
     if unknown:
         raise UsageError(f"--drop {unknown[0]!r}: the run has no such key; nothing was dropped")
     left = [error.key for error in report.errors if error.key not in drop]

@@ -174,8 +174,8 @@ class Device(ABC):
         """Allocate the aligned [start, end) of ``file``, where there may be holes; blocks. Raises CapacityError."""
 
     @abstractmethod
-    def has_holes(self, file: int) -> bool:
-        """Return whether ``file`` has less space than it is long."""
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        """Return start and end of each range of ``file`` that has, or may have, no space of its own; blocks."""
 
     @abstractmethod
     def submit(self, operations: Sequence[Operation]) -> None:

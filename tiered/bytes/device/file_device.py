@@ -194,9 +194,11 @@ class FileDevice(Device):
         with CRITICAL_SECTION.lock:
             self._files.fill(file, start, end)
 
-    def has_holes(self, file: int) -> bool:
-        """Return whether ``file`` has less space than it is long."""
-        return self._files.has_holes(file)
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        """Return start and end of each range of ``file`` that has, or may have, no space of its own; blocks."""
+        self._check_open()
+        with CRITICAL_SECTION.lock:
+            return self._files.holes(file)
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue ``operations``. Does not block. Raises UsageError for a write to external files."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
 import re
 import stat
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -43,6 +45,9 @@ _NO_FALLOCATE = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}
 _fallocate = ctypes.CDLL(None, use_errno=True).fallocate  # Python's has no mode
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+# linux/fiemap.h: start, length, flags, mapped, room, reserved; of an extent, those that are used here.
+_FS_IOC_FIEMAP, _FIEMAP, _MAPPED = 0xC020660B, struct.Struct("=QQIIII"), struct.Struct("=Q8xQ16xI12x")
+_MAPPED_LAST, _NUM_MAPPED = 1, 1024
 
 
 _NEXT_STEP = {
@@ -128,10 +133,19 @@ class NumberedFiles(ABC):
         with self._change(file, f"allocate [{start}, {end})") as fd:
             _allocate(fd, start, end)
 
-    def has_holes(self, file: int) -> bool:
-        """Return whether ``file`` has less space than it is long."""
-        status = os.fstat(self._files[file].fd)
-        return status.st_blocks * 512 < status.st_size
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        """Return start and end of each range of ``file`` that has no space of its own, or may have none.
+
+        A file system that does not tell where (tmpfs, NFS) is asked for the sum alone: then it is all of a file.
+        """
+        with self._change(file, "ask for the holes") as fd:
+            status = os.fstat(fd)
+            try:
+                return _holes_of(fd, status.st_size)
+            except OSError as error:
+                if error.errno not in {*_NO_FALLOCATE, errno.ENOTTY}:
+                    raise
+            return [(0, status.st_size)] if status.st_blocks * 512 < status.st_size else []
 
     @contextlib.contextmanager
     def _change(self, file: int, what: str) -> Iterator[int]:
@@ -405,6 +419,25 @@ def punch_hole(fd: int, start: int, end: int) -> bool:
             raise OSError(number, os.strerror(number))
         return False
     return True
+
+
+def _holes_of(fd: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges of the first ``nbytes`` of a file that have no space. Raises OSError where nobody tells."""
+    holes: list[tuple[int, int]] = []
+    place, is_last = 0, False  # up to where it is known
+    while place < nbytes and not is_last:
+        request = bytearray(_FIEMAP.size + _NUM_MAPPED * _MAPPED.size)
+        _FIEMAP.pack_into(request, 0, place, nbytes - place, 0, 0, _NUM_MAPPED, 0)
+        fcntl.ioctl(fd, _FS_IOC_FIEMAP, request)
+        number = _FIEMAP.unpack_from(request)[3]
+        for index in range(number):
+            start, length, flags = _MAPPED.unpack_from(request, _FIEMAP.size + index * _MAPPED.size)
+            if start > place:
+                holes.append((place, start))
+            place, is_last = max(place, start + length), bool(flags & _MAPPED_LAST)
+        if not number:
+            break
+    return [*holes, (place, nbytes)] if place < nbytes else holes
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

@@ -147,9 +147,9 @@ class MemoryDevice(Device):
         self._check_open()
         self._disk.fill(self._index, start, end, self.path(file))
 
-    def has_holes(self, file: int) -> bool:
-        """Return False: a disk in memory forgets its holes."""
-        return False
+    def holes(self, file: int) -> list[tuple[int, int]]:
+        """Return nothing: a disk in memory forgets its holes."""
+        return []
 
     def submit(self, operations: Sequence[Operation]) -> None:
         """Carry out ``operations`` in order, here and now."""

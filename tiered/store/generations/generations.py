@@ -201,6 +201,8 @@ class Generations:
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""
         with self._working_set.condition:
+            if not self._refusals.is_read_only:
+                self._working_set.take_learned()
             self._working_set.is_ending |= not self._working_set.has_changes
             return self._working_set.is_ending
 

@@ -161,11 +161,10 @@ class Leftovers:
         end = int(ends[-1]) if len(ends) else 0
         before = np.concatenate([[0], ends])[: len(starts)]  # up to where the ranges before each reach
         holes = [(a, b) for a, b in zip(before.tolist(), starts.tolist(), strict=True) if b - a >= LEAST_HOLE_NBYTES]
-        tail = status.st_size - end
         in_holes = sum(b - a for a, b in holes)
-        in_holes = max(0, min(in_holes, status.st_blocks * 512 - tail - (end - in_holes)))  # not given back already
-        if in_holes < MiB:
-            in_holes, holes = 0, []
+        freed = max(0, status.st_blocks * 512 - (end - in_holes))  # not what was given back already
+        if freed < MiB:
+            holes = []
         if end > status.st_size:
             raise CorruptionError(
                 f"{path} has {status.st_size:,} bytes, the catalog knows {end:,}: catalog and data do not belong "
@@ -175,8 +174,8 @@ class Leftovers:
             )
         if not end:
             yield Leftover(path, "data that nothing committed is in", status.st_blocks * 512, None, status)
-        elif tail or holes:
-            yield Leftover(path, "space that nothing committed uses", tail + in_holes, end, status, tuple(holes))
+        elif end < status.st_size or holes:
+            yield Leftover(path, "space that nothing committed uses", freed, end, status, tuple(holes))
 
     def _brief(self, path: Path) -> Iterator[Leftover]:
         for pattern, what in _BRIEF.items():
@@ -220,7 +219,7 @@ class Leftovers:
                 os.ftruncate(fd, item.end)
                 if not all(punch_hole(fd, start, end) for start, end in item.holes):
                     self.spared.append(f"{item.path}: its file system takes no ranges between others back")
-                    return item.status.st_size - item.end
+                    return max(0, item.nbytes - sum(end - start for start, end in item.holes))
                 os.fsync(fd)
             finally:
                 os.close(fd)

@@ -366,9 +366,7 @@ class KeyTable(PagedRows):
 
     def take_learned(self) -> None:
         """Have the next commit keep the digests of blocks that were read for the first time."""
-        learned = self.space.progress.learned
-        for name in list(learned):
-            del learned[name]
+        for name in list(self.space.progress.learned):  # until they are sealed: a rollback leaves them to the next one
             entry = self.entries.get(name)
             if entry is not None and not entry.scratch and entry.row is not None and has_unread(entry.row):
                 self.changed[entry] = None
@@ -438,6 +436,7 @@ class KeyTable(PagedRows):
         assert self.sealed is None
         sealed = Sealed(self.open_generation, state)
         for entry in self.changed:
+            self.space.progress.learned.pop(entry.name, None)  # order: digests of later reads are the next one's
             if entry.row is not None:
                 sealed.rows[entry] = entry.row
                 if entry.parts is not None:
@@ -463,13 +462,14 @@ class KeyTable(PagedRows):
         assert sealed is not None and not sealed.num_pending
         for entry, row in sealed.rows.items():
             old, entry.committed = entry.committed, row
+            self.space.count_keys(added=row.nbytes if old is None and row.has_extents else 0)
             if isinstance(row.pages, Pages):
                 row.pages.written()
             self._give_back_superseded(old, row, sealed.parts.get(entry), sealed.freed.get(entry, ()))
         for entry in sealed.removed:
             assert entry.committed is not None, f"{entry} was never committed, and yet its removal is"
             self._give_back_superseded(entry.committed, None, None, sealed.freed.get(entry, ()))
-            self.space.deleted_nbytes += entry.committed.nbytes
+            self.space.count_keys(deleted=entry.committed.nbytes if entry.committed.has_extents else 0)
             entry.committed = None
         self.sealed = None
 

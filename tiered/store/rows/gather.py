@@ -237,7 +237,7 @@ class Gather:
             devices, reads, found = self._plan(row, blocks, at, located)
             batch = Batch(devices, reads, buffer.memory, IOClass.DEMAND, on_done)
             yield batch
-            bad = self._first_bad(row, blocks, found, located, buffer.memory)
+            bad = self._first_bad(row, blocks, found, located, buffer.memory, may_learn=batch.error is None)
             if located.digests is None and batch.error is not None:
                 raise batch.error
             if bad is None:
@@ -282,8 +282,10 @@ class Gather:
         assert self._space.external is not None, row
         return (self._space.external,), reads, found
 
-    def _first_bad(self, row: Row, blocks: Ints, at: Ints, located: Located, memory: memoryview) -> int | None:
-        """Return the first of ``blocks`` that is not what was written."""
+    def _first_bad(
+        self, row: Row, blocks: Ints, at: Ints, located: Located, memory: memoryview, *, may_learn: bool
+    ) -> int | None:
+        """Return the first of ``blocks`` that is not what was written, or that nobody had read where a read failed."""
         if located.digests is None:
             return None
         sizes = np.minimum(row.nbytes - blocks * row.block_nbytes, row.block_nbytes)
@@ -291,7 +293,7 @@ class Gather:
         found = scattered_digests(memory, self._space.store_uuid, row.key_id, each)
         digests = np.array(found, np.uint64)
         differs = digests != located.digests
-        if has_unread(row) and differs.any():
+        if may_learn and has_unread(row) and differs.any():
             unread = differs & (located.digests == 0)
             learn(row, blocks[unread], digests[unread])
             self._space.progress.learned[row.name] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,8 @@ from tiered.store.rows.rows import Rows
 
 __all__ = ["RowSparseAdam"]
 
+_log = logging.getLogger("tiered")
+
 
 class RowSparseAdam:
     """Adam on rows: those that a step does not name keep their values and their moments.
@@ -20,10 +23,11 @@ class RowSparseAdam:
     The arithmetic is that of ``torch.optim.SparseAdam`` (torch/optim/_functional.py), of one step count for the whole
     table, and gives its bits. With ``state="adam"`` (``create_rows``) a row and its moments are one record: one read
     and one write serve both. For other tables the moments are in two more, of the keys ``KEY/exp_avg`` and
-    ``KEY/exp_avg_sq``, where ``KEY`` is the table's first; they are made at the first use.
+    ``KEY/exp_avg_sq``, where ``KEY`` is the table's first; they are made here where they are not there.
 
-    Step count and settings are part of every commit of the store, which ``resume`` and ``rollback`` load again. One
-    thread steps. A step that raises may have changed some of its rows: roll back to the last commit.
+    Step count and settings are part of every commit of the store, which ``resume`` and ``rollback`` load again. Where
+    the last commit has them, a step before ``resume`` is refused. ``lr`` may be set between steps, as a schedule does.
+    One thread steps. A step that raises may have changed some of its rows: roll back to the last commit.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class RowSparseAdam:
                 self._tables.append(rows.store.rows(key))
                 if (len(self._tables[-1]), self._tables[-1].row_shape) != (len(rows), rows.row_shape):
                     raise UsageError(f"RowSparseAdam: {key!r} holds no moments of {rows!r}; delete the key")
+        self._committed = rows.store.registered_state(f"rows/{rows.keys[0]}")  # until it is loaded
         for key in rows.keys:
             rows.store.register(f"rows/{key}", self)
 
@@ -59,7 +64,16 @@ class RowSparseAdam:
 
         The gradients of equal indices are summed, as ``coalesce`` does. Errors are those of ``Rows``.
         """
+        if self._committed is not None:
+            raise UsageError(
+                f"RowSparseAdam: the last commit has {self._committed['step']} steps of the rows of"
+                f" {self._rows.keys[0]!r}: call store.resume() before the first step; for a table that was made anew,"
+                f" store.drop_state('rows/{self._rows.keys[0]}') and commit() before RowSparseAdam"
+            )
         numbers = self._rows.numbers(index)
+        if not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided:
+            got = grad.layout if isinstance(grad, torch.Tensor) else type(grad).__name__
+            raise TypeError(f"RowSparseAdam: expected gradients as a dense tensor, a row for each index, got {got}")
         if grad.dtype is not torch.float32 or tuple(grad.shape) != (len(numbers), *self._rows.row_shape):
             raise ValueError(
                 f"RowSparseAdam: expected gradients of torch.float32 {[len(numbers), *self._rows.row_shape]}, got"
@@ -95,10 +109,20 @@ class RowSparseAdam:
 
     def state_dict(self) -> dict[str, Any]:
         """Return step count and settings; the moments are in the store."""
+        if self._committed is not None:
+            return dict(self._committed)
         return {"step": self._num_steps, "lr": self.lr, "betas": self.betas, "eps": self.eps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Take over what ``state_dict`` returned. The first time one warning names the settings that were others."""
+        given = {"lr": self.lr, "betas": self.betas, "eps": self.eps}
+        dropped = [name for name, value in given.items() if state[name] != value]
+        if self._committed is not None and dropped:
+            _log.warning(
+                "RowSparseAdam goes on with the commit's %s; set it after resume() to change it",
+                ", ".join(f"{name}={state[name]} and not {given[name]}" for name in dropped),
+            )
+        self._committed = None
         self._num_steps, self.lr, self.betas, self.eps = state["step"], state["lr"], state["betas"], state["eps"]
 
     def __repr__(self) -> str:

@@ -349,6 +349,7 @@ class RowStore(Protocol):
 
     def __contains__(self, key: object) -> bool: ...
     def registered(self, name: str) -> Any: ...
+    def registered_state(self, name: str) -> Any | None: ...
     def create_rows(self, key: str, num_rows: int, row_shape: Iterable[int], dtype: torch.dtype) -> Rows: ...
     def rows(self, keys: str) -> Rows: ...
     def register(self, name: str, item: Any) -> None: ...
@@ -513,9 +514,10 @@ class Rows:
         """Return ``index`` as numbers from 0 on, int64 on the CPU. Raises TypeError, IndexError."""
         tensor = index if isinstance(index, torch.Tensor) else _listed(index, self.keys[0])
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool or tensor.dim() != 1:
+            way = "; mask.nonzero()[:, 0] is one" if tensor.dtype == torch.bool else ""
             raise TypeError(
                 f"rows of {self._shards[0].key!r}: expected an index of whole numbers of one dimension, got"
-                f" {tensor.dtype} {list(tensor.shape)}"
+                f" {tensor.dtype} {list(tensor.shape)}{way}"
             )
         numbers = tensor.detach().cpu().to(torch.int64).numpy()
         if tensor.dtype is torch.uint64 and (numbers < 0).any():  # beyond any table
@@ -536,8 +538,8 @@ class Rows:
 
 def _listed(index: Iterable[int], key: str) -> torch.Tensor:
     """Return a tensor of ``index``; an empty list makes one of whole numbers. Raises TypeError for what makes none."""
-    found = index if isinstance(index, np.ndarray) else list(index)
     try:
+        found = index if isinstance(index, np.ndarray) else list(index)
         return torch.from_numpy(np.ascontiguousarray(found) if len(found) else np.empty(0, np.int64))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise TypeError(f"rows of {key!r}: expected an index of whole numbers, got {index!r:.80} ({error})") from error

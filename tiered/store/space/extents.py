@@ -72,8 +72,10 @@ class FreeRanges:
         return start
 
     def between(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the start and the end of each range that begins in [start, end)."""
-        return [(first, self._ends[first]) for first in self._starts.irange(start, end, (True, False))]
+        """Return the start and the end of each range that has some of [start, end)."""
+        before = self._last_before(start)
+        found = [(first, self._ends[first]) for first in self._starts.irange(start, end, (True, False))]
+        return found if before is None or self._ends[before] <= start else [(before, self._ends[before]), *found]
 
     def longest_first(self) -> Iterator[tuple[int, int]]:
         """Yield the length and the start of each range, the longest first; it must not change meanwhile."""
@@ -210,11 +212,14 @@ class DeviceSpace:
     def take_longest(self, nbytes: int) -> Extent:
         return self._extent(*self._free.take_longest(nbytes))
 
-    def dig_all(self, file: int) -> None:
-        """Make all free ranges of a file holes."""
-        for start, end in self._free.between(file * _FILE_STRIDE, (file + 1) * _FILE_STRIDE):
-            self._free.take(start, end)
-            self._add_hole(start, end)
+    def dig_range(self, file: int, start: int, end: int) -> None:
+        """Make what is free of [start, end) of a file holes, and of the aligned bytes around it."""
+        low = file * _FILE_STRIDE + start // self._alignment * self._alignment
+        high = file * _FILE_STRIDE + round_up(min(end, self.file_nbytes(file)), self._alignment)
+        for begin, stop in self._free.between(low, high):
+            begin, stop = max(begin, low), min(stop, high)
+            self._free.take(begin, stop)
+            self._add_hole(begin, stop)
 
     def dig_longest(self, nbytes: int) -> Extent:
         """Make at most ``nbytes`` of the longest free range a hole, and return it."""
@@ -292,10 +297,6 @@ class ExtentAllocator:
     def used_nbytes(self, *, scratch: bool = False) -> int:
         """Return the bytes of the named files, or of the scratch files, that are allocated or claimed."""
         return sum(space.used_nbytes for space in (self._scratch if scratch else self._named))
-
-    def files(self, device: int) -> list[int]:
-        """Return the numbers of a device's named files."""
-        return self._named[device].files()
 
     def file_nbytes(self, device: int, file: int) -> int:
         """Return the length of a file as far as ``add_space`` brought it."""
@@ -394,9 +395,9 @@ class ExtentAllocator:
             nbytes -= dug[-1].nbytes
         return dug
 
-    def dig_all(self, device: int, file: int) -> None:
-        """Make all free ranges of a named file holes."""
-        self._named[device].dig_all(file)
+    def dig_range(self, device: int, file: int, start: int, end: int) -> None:
+        """Make what is free of [start, end) of a named file holes."""
+        self._named[device].dig_range(file, start, end)
 
     def holes(self, nbytes: int, room: Sequence[int], *, scratch: bool) -> list[Extent]:
         """Return the holes to fill so that ``nbytes`` can be allocated, as far as there are any.

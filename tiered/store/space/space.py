@@ -157,7 +157,7 @@ class Space:
         self.digest_threads = DigestThreads()
         self.progress = Progress()  # of all transfers
         self.quarantined_nbytes = 0  # lost to this process
-        self.deleted_nbytes = 0  # of keys, by commits, since the file system was given some
+        self.deleted_nbytes = 0  # of keys that commits deleted, less those that they added; since some was given back
         self.least_given_nbytes = 256 * MiB  # of these, so that it is given any
         self._has_holes = True
         self._condition = condition
@@ -170,10 +170,12 @@ class Space:
         self._derived: dict[Extents, Readers] = {}  # extents of rows that versions with pages stand on
         self._late: dict[Extents, list[Extent]] = {}  # of these, parts to give back after
         self._allocator = ExtentAllocator(len(self.devices), self.alignment)
+        self._holes: list[tuple[int, int, int, int]] = []  # that were found; some of them records may have
         for index, device in enumerate(self.devices):
             for file, nbytes in sorted(device.files().items()):
                 if file != SCRATCH:
                     self._allocator.add_space(index, file, 0, nbytes)
+                    self._holes += ((index, file, *each) for each in device.holes(file))
 
     @property
     def used_nbytes(self) -> int:
@@ -190,14 +192,16 @@ class Space:
 
     # Below: under the lock
 
+    def count_keys(self, *, added: int = 0, deleted: int = 0) -> None:
+        """Note the bytes of keys that a commit added, or deleted."""
+        self.deleted_nbytes = max(0, self.deleted_nbytes + deleted - added)
+
     def claim_all(self, rows: CommittedRows) -> None:
         """Mark the extents of all committed rows used. Raises CorruptionError naming key, file and offset."""
         try:
             self._allocator.claim_all(rows.extents)
-            for index, device in enumerate(self.devices):
-                for number in self._allocator.files(index):
-                    if device.has_holes(number):  # anywhere: to fill what is no hole costs nothing
-                        self._allocator.dig_all(index, number)
+            for hole in self._holes:
+                self._allocator.dig_range(*hole)
         except ExtentError as error:
             name, extent = rows.owner(error.index), error.extent
             known = extent.device < len(self.devices)

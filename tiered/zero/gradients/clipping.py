@@ -31,11 +31,11 @@ def clip_grad_norm_(
 
     The bits are those of ``torch.nn.utils.clip_grad_norm_`` over the fp32 gradients in the order of
     ``model.parameters()``: a norm per whole parameter, then the norm of the norms, then
-    ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``; the
-    gradients themselves are left as they are. A gradient that is clipped twice is multiplied with the product of both
-    factors. A sparse gradient is coalesced. Streams gradients that are on NVMe; ``foreach`` is torch's, and chooses
-    the norm alone. Blocks. Raises
-    RuntimeError for a non-finite norm when ``error_if_nonfinite``, UsageError under ``update="backward"``.
+    ``max_norm / (norm + 1e-6)`` clamped to 1. The factor is applied in fp32 by the next ``optimizer.step()``, and the
+    gradients of sharded parameters are left as they are; those of other tensors are scaled in place. A gradient that is
+    clipped twice is multiplied with the product of both factors. A sparse gradient is coalesced. Streams gradients that
+    are on NVMe; ``foreach`` is torch's, and chooses the norm alone. Blocks. Raises RuntimeError for a non-finite norm
+    when ``error_if_nonfinite``, UsageError under ``update="backward"``.
     Where fp64 gradients are among others, torch adds the norms up in an order of its own: last bits may differ.
     """
     if isinstance(model, torch.Tensor):
