@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from _pytest.outcomes import Failed
 
-from tests.store import test_external, test_parts, test_rows
+from tests.store import test_external, test_holes, test_parts, test_rows
 from tests.store.mutants import Patch, mutant
 from tiered.errors import CorruptionError
-from tiered.store.format.places import Places, extents_of
+from tiered.store.format.places import ChangedPage, Places, extents_of
 from tiered.store.format.row import Row
 from tiered.store.lifetime import external as external_module
 from tiered.store.residency.paged_rows import Pages
@@ -18,6 +20,7 @@ from tiered.store.residency.swap_in_out import Shortage
 from tiered.store.rows.gather import Gather
 from tiered.store.rows.rows import _RowWrite
 from tiered.store.rows.scatter import Scatter
+from tiered.store.space.extents import DeviceSpace
 from tiered.store.space.space import Readers
 from tiered.store.transfers.external_read import ExternalRead
 
@@ -70,7 +73,35 @@ def all_pages_are_written_with_each_commit(patch: Patch) -> None:
 
 @mutant(test_rows.test_a_flipped_bit_names_row_file_and_offset)
 def rows_are_not_checked(patch: Patch) -> None:
-    patch.setattr(Gather, "_first_bad", lambda gather, *block: None)
+    patch.setattr(Gather, "_first_bad", lambda gather, *block, may_learn: None)
+
+
+@mutant(test_rows.test_a_page_that_moved_many_times_is_the_one_that_was_packed_each_time)
+def a_page_forgets_what_moved_before(patch: Patch) -> None:
+    pack = ChangedPage._pack
+    patch.setattr(ChangedPage, "_pack", lambda page, notes: pack(page, notes[-1:]))
+
+
+@mutant(test_holes.test_a_drive_that_others_filled_refuses_a_put_and_fails_no_write)
+def what_was_given_back_is_free(patch: Patch) -> None:
+    def dig_nothing(space: DeviceSpace, start: int, end: int) -> None:
+        space._free.add(start, end)
+
+    patch.setattr(DeviceSpace, "_add_hole", dig_nothing)
+    patch.setattr(DeviceSpace, "fill", lambda space, extent: None)
+
+
+def a_failed_read_teaches_nothing(tmp_path: Path) -> None:
+    try:
+        test_external.test_a_read_that_fails_teaches_nothing(tmp_path, "threads")
+    except (CorruptionError, Failed) as error:
+        raise AssertionError from error
+
+
+@mutant(a_failed_read_teaches_nothing)
+def a_failed_read_is_learnt(patch: Patch) -> None:
+    first_bad = Gather._first_bad
+    patch.setattr(Gather, "_first_bad", lambda gather, *block, may_learn: first_bad(gather, *block, may_learn=True))
 
 
 @mutant(rows_agree)

@@ -155,7 +155,7 @@ def test_what_a_cache_cannot_hold_is_refused() -> None:
             with pytest.raises(UsageError, match="its keys would be those of the cache 'c/', too"):
                 store.cache(prefix, capacity=1)
         for options in ({"capacity": 0}, {"capacity": 5, "policy": "fifo"}):
-            with pytest.raises(ValueError, match='capacity above 0|policy="lru"'):
+            with pytest.raises(ValueError, match=r'capacity above 0|policy="lru"'):
                 store.cache("d/", **options)  # type: ignore[arg-type]
         with pytest.raises(KeyError, match="where the order of use is kept"):
             cache["$order"]
