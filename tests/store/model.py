@@ -154,6 +154,10 @@ class StoreAgainstDict(RuleBasedStateMachine):
     @rule(name=NAMES, num_rows=st.sampled_from([0, 1, 3, 5, 20]), width=WIDTHS)
     def create_rows(self, name: str, num_rows: int, width: int) -> None:
         width = min(width, 24 * KiB // max(1, num_rows))
+        if name in self.open:
+            with pytest.raises(UsageError, match="the key is there"):
+                self.store.create_rows(name, num_rows, (width,), torch.uint8)
+            return
         assert len(self.store.create_rows(name, num_rows, (width,), torch.uint8)) == num_rows
         self.open[name] = torch.zeros(num_rows, width, dtype=torch.uint8)
         self.leased.discard(name)
