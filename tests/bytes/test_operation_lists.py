@@ -215,6 +215,24 @@ def test_memory_that_was_released_is_an_error_and_the_device_goes_on(tmp_path: P
         assert lists.move(pages) is None
 
 
+def test_a_file_that_the_ring_does_not_take_is_an_error_of_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EMFILE, "scripted")
+
+    device = UringDevice(tmp_path)
+    device.grow(0, MiB)
+    lists = Lists(device, 20)
+    pages = [(0, page) for page in range(20)]
+    with monkeypatch.context() as patch:
+        patch.setattr("tiered.bytes.device.ring.Ring.set_file", refuse)
+        error = lists.move(pages)
+    assert isinstance(error, DeviceError) and "scripted" in str(error)
+    assert lists.move(pages) is None  # the thread goes on
+    device.close()
+
+
 def test_overdue_reads_of_a_list_are_cancelled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

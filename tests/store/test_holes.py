@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.devices.adaptor import Adaptor
 from tests.devices.simulated_disk import Moment, SimulatedDisk
 from tests.store.rig import numbers, simulated_store
-from tiered.errors import CapacityError
+from tiered.errors import CapacityError, DeviceError
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.store import Store
 from tiered.tools.cli import main
@@ -204,6 +204,29 @@ def test_a_file_system_without_holes_is_told_of_once(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records] == [
         "what deleted keys had stays with the store's files: the file system of memory:0 has no holes"
     ]
+
+
+def test_what_a_failed_drive_gave_back_in_part_is_filled_before_it_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    filled: list[tuple[int, int]] = []
+
+    class Fails(Adaptor):
+        def punch(self, file: int, start: int, end: int) -> bool:
+            self.upstream.punch(file, start, end)
+            raise DeviceError("scripted")
+
+        def fill(self, file: int, start: int, end: int) -> None:
+            filled.append((start, end))
+            self.upstream.fill(file, start, end)
+
+    with simulated_store(wrap=Fails, budget_nbytes=8 * MiB) as store:
+        store["a"], store["b"] = numbers(2 * MiB), numbers(100 * KiB, 1)
+        store.commit()
+        del store["a"]
+        store.commit()
+        assert "scripted" in caplog.text
+        store["c"] = numbers(3 * MiB, 2)
+        store.commit()
+        assert filled and store.verify().is_clean and torch.equal(store["c"], numbers(3 * MiB, 2))
 
 
 @pytest.mark.parametrize("policy", ["drop", "keep", "torn"])

@@ -126,11 +126,13 @@ class NumberedFiles(ABC):
     def punch(self, file: int, start: int, end: int) -> bool:
         """Give the space of [start, end) of ``file`` to the file system; False where that has no holes."""
         with self._change(file, f"give back [{start}, {end})") as fd:
+            self._files[file].is_dirty = True
             return punch_hole(fd, start, end)
 
     def fill(self, file: int, start: int, end: int) -> None:
         """Allocate [start, end) of ``file``."""
         with self._change(file, f"allocate [{start}, {end})") as fd:
+            self._files[file].is_dirty = True
             _allocate(fd, start, end)
 
     def holes(self, file: int) -> list[tuple[int, int]]:
@@ -140,19 +142,15 @@ class NumberedFiles(ABC):
         """
         with self._change(file, "ask for the holes") as fd:
             status = os.fstat(fd)
-            try:
+            with contextlib.suppress(OSError):  # of any number: a sandbox, too, may refuse to tell
                 return _holes_of(fd, status.st_size)
-            except OSError as error:
-                if error.errno not in {*_NO_FALLOCATE, errno.ENOTTY}:
-                    raise
             return [(0, status.st_size)] if status.st_blocks * 512 < status.st_size else []
 
     @contextlib.contextmanager
     def _change(self, file: int, what: str) -> Iterator[int]:
-        """Keep ``file`` open, for a change of its space; yield its descriptor."""
+        """Keep ``file`` open, and its space for one caller; yield its descriptor."""
         with self._locks[0]:
             self._check_open()
-            self._files[file].is_dirty = True
             try:
                 yield self._files[file].fd
             except OSError as error:

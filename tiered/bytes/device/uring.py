@@ -412,19 +412,20 @@ class UringDevice(FileDevice):
     def _begin_list(self, ring: Ring, operations: OperationList) -> None:
         """Find files and memory of a list; what does not lie in a file as a whole is read alone."""
         flight = ListInFlight(operations, time.monotonic())
+        fits = (operations.offset >= 0) & (operations.nbytes > 0) & (operations.nbytes <= self._request_nbytes)
         try:
             flight.pinned = pin(operations.memory)
             flight.address = address_of(flight.pinned)
-        except Exception as error:
+            for number in np.unique(operations.file).tolist():
+                ours = operations.file == number
+                slot, nbytes = self._slot_of(ring, number)
+                flight.file_slots[ours] = slot
+                fits &= ~ours | (operations.offset + operations.nbytes <= nbytes)
+        except Exception as error:  # released memory, or a file that the ring does not take
             operations.error = DeviceError(f"reads of {self.name} failed: {error!r}")
+            operations.error.__cause__ = error
             self._finish_list(flight)
             return
-        fits = (operations.offset >= 0) & (operations.nbytes > 0) & (operations.nbytes <= self._request_nbytes)
-        for number in np.unique(operations.file).tolist():
-            ours = operations.file == number
-            slot, nbytes = self._slot_of(ring, number)
-            flight.file_slots[ours] = slot
-            fits &= ~ours | (operations.offset + operations.nbytes <= nbytes)
         flight.places = np.flatnonzero(fits)
         self._lists.add(flight)
         for place in np.flatnonzero(~fits).tolist():

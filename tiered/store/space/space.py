@@ -337,11 +337,11 @@ class Space:
             left = self._allocator.dig(nbytes, min(LEAST_HOLE_NBYTES, self.least_given_nbytes))
         try:
             while left:
-                extent = left[-1]
+                extent = left.pop()  # order: what an error leaves half given back stays a hole
                 device = self.devices[extent.device]
                 if not device.punch(extent.file, extent.offset, extent.offset + extent.nbytes):
+                    left.append(extent)
                     raise DeviceError(f"the file system of {device.name} has no holes")
-                left.pop()
         except TieredError as error:
             self._has_holes = False
             _log.warning("what deleted keys had stays with the store's files: %s", error)
