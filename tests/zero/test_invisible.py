@@ -54,7 +54,9 @@ def test_bits_with_the_smallest_budget(
         units = {parameter.segment.unit for parameter in session.model.parameters()}  # type: ignore[attr-defined]
     for unit in units:
         # What an update behind the next forward has swapped in, that forward finds.
-        least = 1 if update == "step" or unit.name in FIRST_LAYERS else 2
+        # The units that the loop itself uses last stay in their slots from then to the backward.
+        stays = name == "penalty_in_loop" and unit.name in ("root", "blocks.3")
+        least = 1 if update == "step" or unit.name in FIRST_LAYERS or stays else 2
         num_updates = max(expected.num_updates.get(segment.name, 0) for segment in unit.segments)
         assert swaps[unit.key] >= least * num_updates, f"{unit.name}: {num_updates} updates, {swaps[unit.key]} swaps in"
 

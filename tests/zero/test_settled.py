@@ -65,7 +65,7 @@ def test_units_stay_open_from_forward_to_backward(update: str, tmp_path: Path) -
             session.run_step(step)
             num_opened.append(engine.open_units.num_swaps - before)
         assert engine.schedule.is_settled
-        assert num_opened[-1] == len(engine.units) < num_opened[0]
+        assert set(num_opened) == {len(engine.units)}
         with torch.no_grad():
             CASE.loss(session.model, CASE.batch(0))
         assert sum(unit.is_open for unit in engine.units) <= 1, "an evaluation has no backward: but for the root"

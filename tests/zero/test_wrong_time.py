@@ -157,7 +157,11 @@ def test_committing_after_a_load_that_failed_in_the_middle(tmp_path: Path) -> No
 @pytest.mark.parametrize("touch", WRITES.values(), ids=WRITES)
 def test_writing_inside_a_forward(touch: Callable[[nn.Parameter], Any], step_session: Session) -> None:
     parameter = step_session.model.get_parameter(NAME)
-    handle = step_session.model.blocks[2].register_forward_hook(lambda *_: touch(parameter))
+
+    def write(*_: Any) -> None:  # a hook that returns something would replace the output
+        touch(parameter)
+
+    handle = step_session.model.blocks[2].register_forward_hook(write)
     with pytest.raises(UsageError, match=NAME):
         step_session.model(*CASE.batch(0)).backward()
     handle.remove()

@@ -30,6 +30,7 @@ __all__ = [
     "move_buffers",
     "named_device",
     "set_generator_states",
+    "smallest_device_budget",
     "tier_of",
 ]
 

@@ -25,6 +25,7 @@ from tiered.zero.gradients.model_gradients import ModelGradients, Reclaimer, Upd
 from tiered.zero.gradients.relayout import UnitLayouts
 from tiered.zero.gradients.unit_gradients import UnitGradients
 from tiered.zero.layout import Shares
+from tiered.zero.parameters.gather_plan import GatherPlan
 from tiered.zero.parameters.module_calls import ModuleCalls
 from tiered.zero.parameters.open_units import OpenUnits, ahead_on
 from tiered.zero.parameters.parameter_access import Access, end_interrupted
@@ -58,13 +59,14 @@ class Engine:
         self.model = weakref.ref(model)
         self.activations = Activations(self)  # order: asked before the units to give bytes back
         self.calls = ModuleCalls(self, self.activations.pack)
-        self.open_units = OpenUnits(self.units[0])
+        self.plan = GatherPlan(self.units[0])
+        self.open_units = OpenUnits(self.units[0], self.plan)
         self.gradients = ModelGradients(self.units, self.open_units)
         has_gradients = self.gradients.are_there
         self.phase = Phase(store, self.updates, calls_under_way=self.calls.under_way, has_gradients=has_gradients)
         self.reclaimer = Reclaimer(self.open_units, self.gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
-        self.ahead = ahead_on(self.tier, lambda unit: self.updates.is_pending(unit))
+        self.ahead = ahead_on(self.tier, self.plan, lambda unit: self.updates.is_pending(unit))
         self.tier.attach(lambda key: self.schedule.distance(key), self.reclaimer.make_way)
         self.backward = Backward(self, self._gradients_came)
         self.layouts = UnitLayouts(store, self.units, shares)
@@ -99,8 +101,11 @@ class Engine:
 
     # -- units ---------------------------------------------------------------------------------------------------
 
-    def before_open(self, unit: Unit) -> str:
-        """A unit is about to be leased: finish its update. Return the use of the lease."""
+    def before_open(self, unit: Unit) -> tuple[Unit, ...]:
+        """A unit is about to be leased: finish its update, and park units where its slot is taken.
+
+        Return the units that are to be parked once it is open.
+        """
         if is_in_transform():
             raise UsageError(
                 f"unit {unit.name!r}: swap in inside torch.func (grad, vjp, jvp, functionalize, ...); expected over a"
@@ -108,21 +113,28 @@ class Engine:
             )
         if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
-        in_backward = graph_task() != -1
-        self.gradients.rooms.opening = unit.gradients.key if in_backward else ""
-        return "backward" if in_backward else "forward" if self.calls.under_way else "open"
+        self.gradients.rooms.opening = unit.gradients.key if graph_task() != -1 else ""
+        running, stay = self.open_units.running(), self.calls.keep_until_backward()
+        before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stay)
+        for each in before:
+            each.park()
+        return after
+
+    def present_use(self) -> str:
+        """Return the use of a unit that opens now."""
+        return "backward" if graph_task() != -1 else "forward" if self.calls.under_way else "open"
 
     def finish_update(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
         if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
 
-    def opened(self, unit: Unit) -> None:
-        """A unit has leased its bytes: park the idle units, and ask for the keys that come next."""
+    def opened(self, unit: Unit, idle: Sequence[Unit]) -> None:
+        """A unit has leased its bytes: park the ``idle`` units, and ask for the keys that come next."""
         self.gradients.rooms.opening = ""
         self.open_units.opened(unit)
-        if not self.calls.keeps_open():
-            self.open_units.park_idle(self.calls.units() | {unit})
+        for each in idle:
+            each.park()
         self.ahead.opened(unit)
         room = [unit.gradients.key] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)
@@ -133,7 +145,7 @@ class Engine:
         """An outermost forward begins; ``is_first`` of its step."""
         self.tier.refuse_capture("forward")
         if self.layouts.is_stale:
-            self.layouts.renew(self.open_units.shielded, self.expect_steps)
+            self.layouts.renew(self.plan.lent, self.expect_steps)
         if is_first:
             self.backward.forget_touches()
             self.backward.micro_steps.begin()
@@ -215,6 +227,8 @@ class Engine:
         """Hold the keys that placement chooses of the present ones, and expect their uses in the order of a step."""
         self.layouts.is_stale = True  # the next forward checks once that the units fit the trained parameters
         self.schedule = self.layouts.expect_steps(self.gradients)
+        num_slots, keeps = self.layouts.gather_slots()
+        self.plan.decide(num_slots=num_slots, keeps=keeps)
 
     def end_updates_before_fork(self) -> None:
         """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""

@@ -150,7 +150,7 @@ def _forget_step(engine: Engine) -> None:
     engine.backward.reset()
     engine.activations.swapped.reset()
     engine.phase.forget_step()
-    engine.open_units.shielded.clear()
+    engine.plan.lent.clear()
     for unit in engine.units:
         unit.num_ops = 0
         unit.outdate()

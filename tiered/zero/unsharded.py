@@ -34,9 +34,9 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             f"unsharded({type(module).__name__}) needs {format_bytes(nbytes)} of DRAM, the budget is"
             f" {format_bytes(budget)}; expected a smaller module: use it on one unit at a time"
         )
-    shielded = engine.open_units.shielded
-    added = [unit for unit in units if unit not in shielded]
-    shielded |= set(added)
+    lent = engine.plan.lent
+    added = [unit for unit in units if unit not in lent]
+    lent |= set(added)
     digests: dict[Segment, int] = {}
     try:
         for unit in added:
@@ -45,7 +45,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             digests |= {segment: _digest(unit, segment) for segment in unit.segments}
         yield module
     finally:
-        shielded -= set(added)
+        lent -= set(added)
         try:
             for unit in added:
                 unit.buffer.write_back()

@@ -229,7 +229,7 @@ class ModelGradients:
 
         The root is not among them: a backward adds to its gradients at its beginning and at its end.
         """
-        used, opening = {self._root, *self._open_units.shielded}, self.rooms.opening
+        used, opening = {self._root, *self._open_units.plan.lent}, self.rooms.opening
         idle = [
             unit
             for unit in self._open
@@ -416,15 +416,10 @@ class Reclaimer:
     def make_way(self) -> bool:
         """In the training thread: give memory back where the model computes; return whether there was some.
 
-        Idle units go first, then gradients. Units of a backward come late, for they are about to be used, and so does
-        the root.
+        Gradients go, those in use last. A gathered unit stays: the GatherPlan alone releases it.
         """
         return (
-            self._open_units.park_one(root=False, in_backward=False)
-            or self._gradients.store_away_one()
-            or self._open_units.park_one(root=True, in_backward=True)
-            or self._updates_make_way()
-            or self._gradients.store_away_one(in_use=True)
+            self._gradients.store_away_one() or self._updates_make_way() or self._gradients.store_away_one(in_use=True)
         )
 
     def _updates_make_way(self) -> bool:

@@ -13,7 +13,9 @@ from torch import nn
 from tiered.errors import UsageError
 from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
+from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.schedule import SharedSchedule, choose_held
+from tiered.zero.compute_device import smallest_device_budget
 from tiered.zero.formats.budget import share_out_again, work_sizes
 from tiered.zero.formats.codec import Bucket
 from tiered.zero.gradients.model_gradients import ModelGradients
@@ -98,6 +100,27 @@ class UnitLayouts:
         )
         return gradients.schedule
 
+    def gather_slots(self) -> tuple[int, bool]:
+        """Return how many units beside the root may be gathered at one time, and whether all stay until the backward.
+
+        From the budgets and the sizes alone: one unit where the model computes in DRAM, two on a compute device, which
+        copies the next one in, and as many more of the largest as the bytes beyond the smallest budget hold. Units stay
+        where all keys and all gradients have room in DRAM at one time.
+        """
+        layouts, tier = [unit.layout for unit in self._units], self._units[0].tier
+        if isinstance(tier, AcceleratorTier):
+            smallest = smallest_device_budget(layouts, updates=self.update_on != "cpu")
+            num, spare = 2, tier.memory.budget_bytes - smallest
+        else:
+            num, spare = 1, self.shares.spare
+            needed = [*map(whole_pages, self.nbytes.values()), *self.rooms_nbytes.values(), work_sizes(layouts).scratch]
+            if self.are_held and sum(needed) <= self._store.working_set.budget_bytes:
+                return len(layouts), True
+        for nbytes in sorted([layout.nbytes for layout in layouts[1:]], reverse=True)[num:]:
+            spare -= nbytes
+            num += spare >= 0
+        return num, False
+
     def _order(self) -> list[str]:
         """Return the order in which a step is expected to use the keys and rooms."""
         units, buckets = self._units, self._buckets
@@ -128,8 +151,8 @@ class UnitLayouts:
                 raise _unfrozen_in_step(segment)
         self.is_stale = True
 
-    def renew(self, shielded: Collection[Unit], expect_steps: Callable[[], None]) -> None:
-        """A forward begins: lay out anew each unit with a parameter that was unfrozen; ``shielded`` units wait.
+    def renew(self, lent: Collection[Unit], expect_steps: Callable[[], None]) -> None:
+        """A forward begins: lay out anew each unit with a parameter that was unfrozen; ``lent`` units wait.
 
         ``expect_steps()`` is called where there are other keys now. Blocks. Raises CapacityError where budget or space
         are too small, UsageError for a parameter that was unfrozen between a forward and its backward, in whose step
@@ -142,7 +165,7 @@ class UnitLayouts:
                     raise _unfrozen_in_step(segment)
         for unit in self._units:
             layout = self._layout_for_now(unit)
-            if layout is unit.layout or unit in shielded or unit in has_gradients:
+            if layout is unit.layout or unit in lent or unit in has_gradients:
                 continue
             shares = self._shares([layout if each is unit else each.layout for each in self._units])
             unit.engine.finish_update(unit)
@@ -155,7 +178,7 @@ class UnitLayouts:
             self._move(unit, layout)
             self.shares = shares
             expect_steps()
-        self.is_stale = bool(shielded or has_gradients)
+        self.is_stale = bool(lent or has_gradients)
         self.drops_frozen = False
 
     def _layout_for_now(self, unit: Unit) -> UnitLayout:

@@ -27,6 +27,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import ComputeTier
 from tiered.tiers.schedule import SharedSchedule
 from tiered.zero.one_rank import refuse_distributed
+from tiered.zero.parameters.gather_plan import GatherPlan
 from tiered.zero.parameters.open_units import Ahead, OpenUnits
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.saved_references import Packed, SavedPair, is_recomputing, with_repeated_arguments
@@ -59,6 +60,7 @@ class EngineParts(Protocol):
     phase: Phase
     calls: ModuleCalls
     schedule: SharedSchedule
+    plan: GatherPlan[Unit]
     open_units: OpenUnits
     ahead: Ahead
     activations: Any  # Activations, of a room that stands above this one
@@ -183,6 +185,8 @@ class ModuleCalls:
             if self._begun is not None:
                 engine.working_set.recorder.worked("forward", type(module).__name__, self._begun)
                 self._begun = None
+            if not (in_graph_task() or self.methods):
+                engine.open_units.park_all(until_backward=self.keep_until_backward())
             if torch.is_grad_enabled() and not in_graph_task() and _any_requires_grad(output):
                 self._forward_ended()
             return _without_our_bytes(output, engine.open_units.place_of)
@@ -248,19 +252,18 @@ class ModuleCalls:
     def _leave(self, unit: Unit | None) -> None:
         """A call of the module of ``unit``, if it is one's, is over: park the unit unless it is used on."""
         engine = self._engine
-        if unit is None or engine.phase.abandoned or unit in engine.open_units.shielded or unit in self.units():
+        if unit is None or engine.phase.abandoned:
             return
-        if not self.keeps_open() or unit.was_written():
+        is_over = engine.plan.last_use(unit, used=self.units(), until_backward=self.keep_until_backward())
+        if is_over or (unit.was_written() and unit not in engine.plan.lent):
             unit.park()
 
-    def keeps_open(self) -> bool:
-        """Return whether units stay open until their backward: all keys are in DRAM for good, where they are used.
+    def keep_until_backward(self) -> bool:
+        """Return whether a unit that opens now has a backward that needs its bytes, if the plan keeps units so long.
 
         Not in a method that runs outside of any forward: its recomputation finds its units parked, as it did.
         """
-        if not (self._engine.schedule.is_settled and self._engine.tier.computes_in_dram) or self.methods:
-            return False
-        return torch.is_grad_enabled() and not in_graph_task()
+        return not self.methods and torch.is_grad_enabled() and not in_graph_task()
 
     # -- methods -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""OpenUnits: the units of one model that are leased now, by age and by address.
+"""OpenUnits: the units of one model that are leased now, by address.
 
-This is mechanism only: the engine decides which unit is opened and when, the working set where parked bytes go. The
+This is mechanism only: the GatherPlan decides which unit is opened and when, the working set where parked bytes go. The
 bytes of the next units go to a compute device while a unit computes.
 """
 
@@ -15,6 +15,7 @@ from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import this_thread
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier, Gathered
+from tiered.zero.parameters.gather_plan import GatherPlan
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.step import graph_task
 
@@ -34,12 +35,12 @@ class Ahead:
 class OpenUnits:
     """The open leases of one model's units, oldest first.
 
-    Invariant: a unit is listed exactly while it has a lease. ``shielded`` units are never parked here (``unsharded``).
+    Invariant: a unit is listed exactly while it has a lease, and has one only while ``plan`` has it gathered.
     """
 
-    def __init__(self, root: Unit) -> None:
+    def __init__(self, root: Unit, plan: GatherPlan[Unit]) -> None:
         self.num_swaps = 0  # leases of units so far, for reports and tests
-        self.shielded: set[Unit] = set()
+        self.plan = plan
         self.root = root
         self._device_type = root.tier.device.type
         self.thread = -1  # that opened the last unit: the training thread
@@ -68,35 +69,20 @@ class OpenUnits:
     def parked(self, unit: Unit) -> None:
         """A unit has given its lease back."""
         self._units.pop(unit, None)
+        self.plan.released(unit)
 
     def in_backward(self) -> list[Unit]:
         """Return the units that were opened in the backward that runs. Any thread."""
         return [unit for unit in list(self._units) if unit.is_in_backward]
 
-    def park_idle(self, active: set[Unit | None]) -> None:
-        """Give the leases of all units back but the root's and those in ``active``."""
-        for unit in list(self._units):
-            if unit is not self.root and unit not in active and unit not in self.shielded:
-                unit.park()
+    def running(self) -> set[Unit]:
+        """Return the units that an operation uses at this moment."""
+        return {unit for unit in self._units if unit.num_ops}
 
-    def park_all(self) -> None:
-        """Give every lease of a unit back."""
-        for unit in list(self._units):
-            if unit not in self.shielded:
-                unit.park()
-
-    def park_one(self, *, root: bool, in_backward: bool) -> bool:
-        """Give the oldest idle unit back; return whether there was one.
-
-        The root is given back only with ``root``. Units opened in a backward will be used again, and are given back
-        only with ``in_backward``.
-        """
-        for unit in list(self._units):
-            if (unit is self.root and not root) or (unit.is_in_backward and not in_backward):
-                continue
-            if unit.is_open and unit.num_ops == 0 and unit not in self.shielded and unit.park():
-                return True
-        return False
+    def park_all(self, *, until_backward: bool = False) -> None:
+        """Give every lease of a unit back that is not to stay: see ``GatherPlan.end``."""
+        for unit in self.plan.end(until_backward=until_backward):
+            unit.park()
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """Return the unit and span number in whose living bytes ``tensor`` lies.
@@ -130,6 +116,7 @@ class OpenUnits:
         for unit in list(self._units):
             unit.forget()
         self._units.clear()
+        self.plan.forget()
 
 
 # -- gather ahead ------------------------------------------------------------------------------------------------------
@@ -141,26 +128,19 @@ _NUM_UNITS = 2  # ahead of the one that computes
 class GatherAhead(Ahead):
     """Copies begin as a unit opens, or at an operation of it, once the next unit's bytes are in DRAM and updated.
 
-    A hint: a wrong one costs a copy. The unit after the next one is what followed the same two units last time.
+    A hint on one rank, where a wrong one costs a copy.
     """
 
-    def __init__(self, tier: AcceleratorTier, is_pending: Callable[[Unit], bool]) -> None:
+    def __init__(self, tier: AcceleratorTier, plan: GatherPlan[Unit], is_pending: Callable[[Unit], bool]) -> None:
         """``is_pending(unit)``: whether an update is about to change its bytes."""
         self._tier = tier
+        self._plan = plan
         self._is_pending = is_pending
-        self._followers: dict[tuple[Unit | None, Unit | None], Unit] = {}
-        self._last: tuple[Unit | None, Unit | None] = (None, None)
         self._wanted: list[Unit] = []
 
     def opened(self, unit: Unit) -> None:
         """``unit`` was opened: those that follow it are wanted."""
-        self._followers[self._last] = unit
-        self._last = self._last[1], unit
-        self._wanted.clear()
-        two: tuple[Unit | None, Unit | None] = self._last
-        while len(self._wanted) < _NUM_UNITS and (follower := self._followers.get(two)) is not None:
-            self._wanted.append(follower)
-            two = two[1], follower
+        self._wanted = self._plan.coming(_NUM_UNITS)
         self.go_on()
 
     def go_on(self) -> None:
@@ -173,6 +153,6 @@ class GatherAhead(Ahead):
         return not self._is_pending(unit) and all(map(self._tier.gather_ahead, unit.keys))
 
 
-def ahead_on(tier: ComputeTier, is_pending: Callable[[Unit], bool]) -> Ahead:
-    """Return what works ahead on ``tier``."""
-    return GatherAhead(tier, is_pending) if isinstance(tier, AcceleratorTier) else Ahead()
+def ahead_on(tier: ComputeTier, plan: GatherPlan[Unit], is_pending: Callable[[Unit], bool]) -> Ahead:
+    """Return what works ahead on ``tier``, for the units that ``plan`` expects."""
+    return GatherAhead(tier, plan, is_pending) if isinstance(tier, AcceleratorTier) else Ahead()

@@ -50,7 +50,7 @@ class Access:
 
     def is_unsharded(self, segment: Segment) -> bool:
         """Return whether a ``tiered.unsharded`` block keeps the values of ``segment`` where they are."""
-        return segment.unit in self.engine.open_units.shielded
+        return segment.unit in self.engine.plan.lent
 
     def assign(self, segment: Segment, value: torch.Tensor) -> None:
         """``parameter.data = value`` while it is shown for writing: the values are copied. Raises UsageError."""
@@ -106,7 +106,7 @@ class Access:
         if (name == ".data" or not is_in_model) and _is_in_merge():
             engine.check_idle(what)
             return True
-        is_unsharded = segment.unit in engine.open_units.shielded
+        is_unsharded = segment.unit in engine.plan.lent
         if is_write:
             if is_unsharded or phase.num_loading:
                 return False

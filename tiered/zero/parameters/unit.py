@@ -148,13 +148,14 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 #    (saved_references.py).
 # 2. ``Engine.before_open`` waits for the unit's update, if one is pending. ``UnitBuffer.gather`` leases the unit's
 #    keys: bytes that are only on NVMe are read into DRAM, and from there copied to a compute device, if there is one.
-# 3. ``Engine.opened`` parks the units that no call uses any more, and tells the schedule, which reads the keys ahead
-#    that came next in the step before. On a compute device GatherAhead begins the copies of the next units.
+# 3. The GatherPlan says which units are parked around a gather: those that no call uses any more, and others where all
+#    slots are taken. ``Engine.opened`` tells the schedule, which reads the keys ahead that came next in the step
+#    before. On a compute device GatherAhead begins the copies of the units that the plan expects next.
 # 4. ``UnitBuffer.show`` makes the parameters views of the bytes. Autograd holds no view of them: for a weight that it
 #    saves, SavedPair hands it a SavedReference.
-# 5. The hook after the forward (``ModuleCalls.end_call``), the next unit that opens, or a lack of memory
-#    (``OpenUnits.park_one``) calls ``Unit.park``: the parameters point at placeholders, the leases end, and the bytes
-#    may leave DRAM. A backward opens the unit again from step 2 on; an update leases the keys by themselves.
+# 5. The hook after the forward (``ModuleCalls.end_call``) or the next unit that opens calls ``Unit.park``, as the plan
+#    says: the parameters point at placeholders, the leases end, and the bytes may leave DRAM. A lack of memory parks no
+#    unit. A backward opens the unit again from step 2 on; an update leases the keys by themselves.
 
 
 class Unit:
@@ -256,16 +257,21 @@ class Unit:
         if mode == "rw" and buffer.mode == "r":
             self.park()
         if buffer.state is BufferState.NONE:
-            use = self.engine.before_open(self)
-            with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
-                buffer.gather(mode)
-            self._use = use
+            engine = self.engine
+            try:
+                after = engine.before_open(self)
+                with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
+                    buffer.gather(mode)
+            except BaseException:
+                engine.plan.released(self)
+                raise
+            self._use = engine.present_use()
             if mode == "rw":
                 self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
             elif self._known != (known := self._versions_of_keys()):  # a put or a lease of the key's own wrote
                 self._known = known
                 self.outdate()
-            self.engine.opened(self)
+            engine.opened(self, after)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened = self.working_set.recorder.begin()
         return buffer.tensors

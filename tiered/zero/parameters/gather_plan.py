@@ -1,0 +1,122 @@
+"""GatherPlan: the one decision which unit is gathered, which units come next, and when a gathered unit is released.
+
+Over several ranks a gather is a collective: all ranks must gather the same units in the same order. So the plan is pure
+arithmetic on events of program order. It counts no bytes, asks no memory, and has no thread, lock or clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Generic, NamedTuple, TypeVar
+
+__all__ = ["GatherPlan", "Moves"]
+
+U = TypeVar("U")
+
+
+class Moves(NamedTuple, Generic[U]):
+    """The moves around one gather, in their order: releases ``before`` it, the gather, releases ``after`` it."""
+
+    before: tuple[U, ...]
+    after: tuple[U, ...]
+
+
+class GatherPlan(Generic[U]):
+    """The plan of one model's gathers: events of program order go in, gathers and releases come out. One thread.
+
+    Invariants: *beside the root, at most ``num_slots`` units are gathered at one time*, but those that
+    ``tiered.unsharded`` lends and those that one operation needs beyond the slots, which are the caller's share. *Equal
+    events give equal moves*: ``num_slots`` and ``keeps`` follow from budgets and sizes alone, and are decided between
+    steps. Units are any hashable objects. With ``keeps`` all slots are there for good, and a unit that a forward with
+    gradients uses stays gathered until its backward.
+    """
+
+    def __init__(self, root: U) -> None:
+        self.root = root
+        self.num_slots = 1
+        self.keeps = False
+        self.lent: set[U] = set()  # by tiered.unsharded: not released before its block ends
+        self._gathered: dict[U, None] = {}  # the oldest first
+        self._beyond: set[U] = set()  # gathered in the caller's share: one operation needs more units than slots
+        self._followers: dict[tuple[U | None, U | None], U] = {}
+        self._last: tuple[U | None, U | None] = (None, None)
+
+    def __repr__(self) -> str:
+        return f"GatherPlan({len(self._gathered)} gathered, {self.num_slots} slots, keeps={self.keeps})"
+
+    def decide(self, *, num_slots: int, keeps: bool) -> None:
+        """Decide between two steps how many units may be gathered beside the root, and whether they stay."""
+        self.num_slots, self.keeps = num_slots, keeps
+
+    @property
+    def gathered(self) -> list[U]:
+        """The units that are gathered, the oldest first."""
+        return list(self._gathered)
+
+    @property
+    def num_taken(self) -> int:
+        """The slots that are taken: without the root, lent units, and those in the caller's share."""
+        return sum(unit is not self.root and unit not in self.lent | self._beyond for unit in self._gathered)
+
+    # -- events --------------------------------------------------------------------------------------------------
+
+    def open(
+        self, unit: U, *, used: Collection[U | None], running: Collection[U], until_backward: bool = False
+    ) -> Moves[U]:
+        """``unit`` is about to be used, and is gathered between the two groups of releases that are returned.
+
+        ``used``: the units whose modules are being called; ``running``: those that an operation uses at this moment,
+        which stay. Other units are idle: they go, but with ``until_backward`` in a plan that ``keeps``. A unit whose
+        module is being called goes where the slots are full, the oldest first. A release counts once ``released`` has
+        told of it.
+        """
+        assert unit not in self._gathered, unit
+        self._followers[self._last] = unit
+        self._last = self._last[1], unit
+        if until_backward and self.keeps:
+            self._gathered[unit] = None
+            return Moves((), ())
+        stay = {self.root, *self.lent, *running}
+        free = [each for each in self._gathered if each not in stay]
+        idle = [each for each in free if each not in used]
+        takes_slot = unit is not self.root and unit not in self.lent
+        num_over = self.num_taken + 1 - self.num_slots if takes_slot else 0
+        before = [*idle, *(each for each in free if each not in idle)][: max(0, num_over)]
+        after = [each for each in idle if each not in before]
+        if num_over > len(before):
+            self._beyond.add(unit)
+        self._gathered[unit] = None
+        return Moves(tuple(before), tuple(after))
+
+    def last_use(self, unit: U, *, used: Collection[U | None], until_backward: bool) -> bool:
+        """A call of the module of ``unit`` ends; return whether the unit is released. ``used``: as for ``open``."""
+        return not (unit in used or unit in self.lent or (until_backward and self.keeps))
+
+    def end(self, *, until_backward: bool = False) -> list[U]:
+        """A forward or backward ends, or a step begins: return the units to be released, all but those that are lent.
+
+        None with ``until_backward`` in a plan that ``keeps``.
+        """
+        return [] if until_backward and self.keeps else [unit for unit in self._gathered if unit not in self.lent]
+
+    def released(self, unit: U) -> None:
+        """``unit`` is gathered no more, for whatever reason. Idempotent."""
+        self._gathered.pop(unit, None)
+        self._beyond.discard(unit)
+
+    def coming(self, num: int) -> list[U]:
+        """Return the ``num`` units that are expected next, fewer where the order is not known.
+
+        The unit after two others is the one that followed the same two units last time.
+        """
+        last, units = self._last, list[U]()
+        while len(units) < num and (follower := self._followers.get(last)) is not None:
+            units.append(follower)
+            last = last[1], follower
+        return units
+
+    def forget(self) -> None:
+        """In a forked child: all that is gathered is the parent's."""
+        self._gathered.clear()
+        self._beyond.clear()
+        self.lent.clear()
