@@ -164,7 +164,8 @@ class _Instead:
 
     def __init__(self, confirmation: Confirmation, confirm: Callable[[GenerationName], None]) -> None:
         self.keeps_before = confirmation.keeps_before
-        self.choose, self.begin, self.confirm = confirmation.choose, confirmation.begin, confirm
+        self.choose, self.propose, self.failed = confirmation.choose, confirmation.propose, confirmation.failed
+        self.confirm = confirm
 
 
 def _confirm_instead(patch: Patch, confirm: Callable[[Committer, Confirmation, GenerationName], None]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.store.rig import WAIT_S
+from tiered.errors import UsageError
 from tiered.store.catalog.catalog import GenerationName
 
 __all__ = ["Together"]
@@ -18,6 +19,7 @@ class Together:
 
     ``chosen`` is the number of the generation to open, None the newest. ``confirmed`` is the number of the last one
     that all have, as a crash must find it: the chosen one first, then those that ``confirm`` has returned for.
+    ``refusal`` is why another store refuses to seal, "" where it does not; ``log`` has what was asked.
     """
 
     keeps_before = True
@@ -30,16 +32,25 @@ class Together:
         self.asked = threading.Event()
         self.error: Exception | None = None
         self.confirmed = 0
+        self.refusal = ""
+        self.log: list[tuple[str, int]] = []
 
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
         name = next((name for name in kept if self.chosen in (None, name.number)), GenerationName(99, 0))
         self.confirmed = name.number
         return name
 
-    def begin(self, number: int) -> int:
+    def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
+        self.log.append(("propose", number))
+        if refusal or self.refusal:
+            raise UsageError(f"generation {number} is refused by a store: {refusal or self.refusal}")
         return 1000 + number
 
+    def failed(self, number: int, error: BaseException) -> None:
+        self.log.append(("failed", number))
+
     def confirm(self, generation: GenerationName) -> None:
+        self.log.append(("confirm", generation.number))
         assert generation.nonce == 1000 + generation.number
         self.asked.set()
         for _ in range(int(WAIT_S / _LOOK_S)):

@@ -49,7 +49,7 @@ two stay where they are in every version.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -80,7 +80,11 @@ def generation_names(headers: Sequence[RootHeader], file: str) -> tuple[Generati
 
 
 class Confirmation(Protocol):
-    """The agreement of all that commit together. Called without locks; ``confirm`` in the commit's own thread."""
+    """The agreement of all that commit together. Called without locks.
+
+    Each generation is proposed before anything of it is sealed; once that has returned, ``confirm`` or ``failed``
+    follows, in the commit's own thread or in the one that was to seal.
+    """
 
     keeps_before: bool
     """Whether generations need to be confirmed: the catalog then keeps the one before each."""
@@ -92,11 +96,19 @@ class Confirmation(Protocol):
         CorruptionError where there is none.
         """
 
-    def begin(self, number: int) -> int:
-        """Return the nonce of the generation ``number``, which is about to be sealed; blocks."""
+    def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
+        """Agree on the generation ``number``, of which nothing is sealed yet, and return its nonce; blocks.
+
+        ``steps``: by the name of each optimizer, how many steps it has made; ``refusal``: why this store cannot seal,
+        "" where it can. Raises for all where one refuses, or where numbers or steps differ: then no store has changed,
+        and no ``confirm`` or ``failed`` follows.
+        """
 
     def confirm(self, generation: GenerationName) -> None:
         """Return once everybody has ``generation`` durable; blocks. It is unknown where this raises, not lost."""
+
+    def failed(self, number: int, error: BaseException) -> None:
+        """Say that the generation ``number``, which was proposed, is not durable here, and will not be."""
 
 
 class Alone:
@@ -108,9 +120,12 @@ class Alone:
         """Return the newest."""
         return kept[0]
 
-    def begin(self, number: int) -> int:
-        """Return a random nonce."""
+    def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
+        """Return a random nonce: what refuses says so itself."""
         return int.from_bytes(os.urandom(8), "little")
 
     def confirm(self, generation: GenerationName) -> None:
         """Return."""
+
+    def failed(self, number: int, error: BaseException) -> None:
+        """Return: the caller is told of ``error`` by itself."""

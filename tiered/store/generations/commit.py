@@ -1,7 +1,8 @@
 """Commit: seal the contents of a generation, bring them to the devices, name them in the catalog; and the way back.
 
-The order that makes it atomic: all writes landed and checked, every device flushed, one catalog transaction, the
-generation confirmed by all that have a part in it, and only then are the superseded extents free.
+The order that makes it atomic: the generation is proposed to all that have a part in it, and sealed where none refuses;
+all writes landed and checked, every device flushed, one catalog transaction, the generation confirmed by all, and only
+then are the superseded extents free.
 A record in the user's own files is read for its first commit, unless it was read as a whole before. The caller of the
 commit reads it, before anything is sealed: it may take long, and what keeps it from its end costs no generation.
 Whether a file was changed is asked behind all reads, those of leases too.
@@ -18,7 +19,7 @@ from tiered.bytes.arena import Buffer
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass
 from tiered.errors import CapacityError, DeviceError, LeaseError, UsageError
-from tiered.store.catalog.catalog import GenerationName
+from tiered.store.catalog.catalog import Confirmation, GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.row import Row
@@ -38,7 +39,7 @@ from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.recorder import Wait
 from tiered.units import MiB
 
-__all__ = ["Committer", "are_known", "find_digests"]
+__all__ = ["Attempt", "Committer", "are_known", "find_digests"]
 
 
 _log = logging.getLogger("tiered")
@@ -117,6 +118,48 @@ _MAX_NUM_WRITING = 64  # writes a commit keeps in flight: enough for any drive, 
 _MAX_WRITING_BYTES = 256 * MiB
 
 
+class Attempt:
+    """One attempt at the next generation: proposed to all that share the store, then sealed or called off.
+
+    As a block, it is called off by an error that leaves the block. One thread at a time.
+    """
+
+    __slots__ = ("_confirmation", "_is_over", "_steps", "_working_set", "name")
+
+    def __init__(self, confirmation: Confirmation, working_set: Residency, steps: Mapping[str, int]) -> None:
+        self.name: GenerationName | None = None  # once all have agreed
+        self._confirmation = confirmation
+        self._working_set = working_set
+        self._steps = steps
+        self._is_over = False  # all know that there will be no such generation
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.call_off(error)
+
+    def propose(self) -> None:
+        """Agree with all on the generation's number and nonce; blocks. See ``Confirmation.propose``. Idempotent."""
+        if self.name is None:
+            self._is_over = True  # order: an error of this call is everybody's
+            number = self._working_set.open_generation
+            self.name = GenerationName(number, self._confirmation.propose(number, self._steps, ""))
+            self._is_over = False
+
+    def call_off(self, error: BaseException) -> None:
+        """Tell all that this store does not seal, because of ``error``; what all raise then comes in its place."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self.name is not None:
+            self._confirmation.failed(self.name.number, error)
+        elif isinstance(error, Exception):
+            number = self._working_set.open_generation
+            self._confirmation.propose(number, self._steps, f"{type(error).__name__}: {error}")
+
+
 class Committer:
     """Takes a store from one generation to the next, one commit at a time.
 
@@ -140,13 +183,26 @@ class Committer:
         """Raise CapacityError for a ``state`` that the catalog would refuse after the seal."""
         self._catalog.measure(replace(self.root, state=state, external=self._external.files))
 
-    def start(self, state: str, *, is_last: bool = False) -> int:
+    def attempt(self, steps: Mapping[str, int]) -> Attempt:
+        """Return the attempt at the next generation; ``steps``: see ``Confirmation.propose``."""
+        return Attempt(self._confirmation, self._working_set, steps)
+
+    def start(self, state: str, attempt: Attempt, *, is_last: bool = False) -> int:
         """Seal the open generation, with ``state`` riding along, and start to flush it; return its number.
 
         ``is_last``: the store closes. An earlier error of a write-back then does not keep the commit from happening.
         Blocks while another commit runs. Raises LeaseError while a key is leased for writing or such a lease lingers,
-        CapacityError when the devices lack space, ClosedError after the last one: then nothing is sealed.
+        CapacityError when the devices lack space, ClosedError after the last one, and what all that share the store
+        refuse together: then nothing is sealed.
         """
+        while (sealed := self._seal_if_ready(state, attempt, is_last=is_last)) is None:
+            attempt.propose()  # order: without the lock, and once this store has nothing to refuse for
+        if sealed.thread is None:
+            self._finish(sealed)
+        return sealed.generation
+
+    def _seal_if_ready(self, state: str, attempt: Attempt, *, is_last: bool) -> Sealed | None:
+        """Seal the open generation if it was proposed; return None where it could be sealed, and was not proposed."""
         while True:
             self.wait()
             # Order: before anything is sealed, and without the lock.
@@ -165,16 +221,17 @@ class Committer:
                 if self._external.device is not None and not are_known(self._working_set, known):
                     continue  # adopted meanwhile
                 missing = self._take_targets()
-                if not missing:
+                if not missing and attempt.name is None:
+                    return None
+                if not missing and attempt.name is not None:
+                    assert attempt.name.number == self._working_set.open_generation, attempt.name
                     sealed = self._working_set.seal(state)
+                    sealed.nonce = attempt.name.nonce
                     self._thread = sealed.thread = self._start_thread(sealed)
                     self._working_set.is_ending |= is_last
-                    break
+                    self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun)
+                    return sealed
             self._working_set.grow(Shortage(missing, scratch=False))
-        self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun)
-        if sealed.thread is None:
-            self._finish(sealed)
-        return sealed.generation
 
     def _start_thread(self, sealed: Sealed) -> ServiceThread | None:
         """Start the thread that flushes ``sealed`` once it gets the lock; None where there can be none."""
@@ -186,20 +243,23 @@ class Committer:
             return None
         return thread
 
-    def defer(self, seal: Callable[[], object], producer: Producer) -> int:
+    def defer(self, seal: Callable[[], object], producer: Producer, attempt: Attempt) -> int:
         """Have ``seal``, which calls ``start``, called at the end of the pending work of ``producer``.
 
         Returns the number that the generation will have, 0 where nothing is pending. Raises LeaseError while a key that
-        is not the producer's is leased for writing or such a lease lingers: then nothing will be sealed.
+        is not the producer's is leased for writing or such a lease lingers, and what ``Attempt.propose`` raises: then
+        nothing will be sealed.
         """
         keys = producer.pending_keys()  # order: without the lock
         with self._condition:
             self._working_set.catch_up()
             while self._refuse_writers("commit", lingering=True, but=keys):
                 pass
-            generation = self._working_set.open_generation
-            self._working_set.announce_seal(producer, generation)
-        return generation if self._working_set.hand_over_seal(seal) else 0
+        attempt.propose()  # order: once this store has nothing to refuse for
+        assert attempt.name is not None
+        with self._condition:
+            self._working_set.announce_seal(producer, attempt.name.number)
+        return attempt.name.number if self._working_set.hand_over_seal(seal, attempt.call_off) else 0
 
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError."""
@@ -285,7 +345,7 @@ class Committer:
                 generation=sealed.generation,
                 next_key_id=self._working_set.next_key_id,
                 state=sealed.state,
-                nonce=self._confirmation.begin(sealed.generation),
+                nonce=sealed.nonce,
                 external=self._external.files,
             )
             self._hand_out_pages(sealed)
@@ -351,6 +411,8 @@ class Committer:
         with self._condition:
             self._working_set.refusals.fail(error, f"generation {sealed.generation} {fate}")
             self._condition.notify_all()
+        if not is_durable:
+            self._confirmation.failed(sealed.generation, error)  # order: this store's own callers know by now
 
 
 def _written_nbytes() -> int:

@@ -18,7 +18,7 @@ import torch
 
 from tiered.errors import DeadlineError, TieredError, UsageError
 from tiered.store.format.root import Root
-from tiered.store.generations.commit import Committer
+from tiered.store.generations.commit import Attempt, Committer
 from tiered.store.generations.registry import Registry, committed_state, encode_user_state
 from tiered.store.lifetime.opening import Parts
 from tiered.store.residency.residency import Residency
@@ -70,26 +70,30 @@ class Generations:
         Without ``wait`` a busy producer seals at the end of its work. Registered objects are encoded now either way.
         """
         committer = self._ready("commit")
-        self._ask("commit")
-        with self._turn:
-            self._working_set.await_seal()
-            user_text = self._user_text if state is None else encode_user_state(state)
-            text = self.registry.encode(user_text)
-            committer.measure(text)  # order: before anything is sealed, or announced
+        with committer.attempt(self.registry.steps()) as attempt:
+            self._ask("commit")
+            with self._turn:
+                return self._commit(committer, attempt, state, wait=wait)
 
-            def seal() -> int:
-                with self._working_set.mark:
-                    generation = committer.start(text)
-                    self._user_text = user_text
-                    return generation
+    def _commit(self, committer: Committer, attempt: Attempt, state: Mapping[str, Any] | None, *, wait: bool) -> int:
+        self._working_set.await_seal()
+        user_text = self._user_text if state is None else encode_user_state(state)
+        text = self.registry.encode(user_text)
+        committer.measure(text)  # order: before anything is sealed, or announced
 
+        def seal() -> int:
             with self._working_set.mark:
-                producer = None if wait else self.producers.busy_one()
-                generation = 0 if producer is None else committer.defer(seal, producer)
-                if generation:
-                    return generation
-                self.producers.finish_all()
-            return seal()
+                generation = committer.start(text, attempt)
+                self._user_text = user_text
+                return generation
+
+        with self._working_set.mark:
+            producer = None if wait else self.producers.busy_one()
+            generation = 0 if producer is None else committer.defer(seal, producer, attempt)
+            if generation:
+                return generation
+            self.producers.finish_all()
+        return seal()
 
     def refuse_company(self, operation: str) -> None:
         """Raise UsageError unless the store is as it was opened: nothing registered, guarded or changed."""
@@ -104,7 +108,9 @@ class Generations:
     def commit_as_is(self) -> int:
         """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
         with self._turn, self._working_set.mark:
-            return self._ready("commit").start(self.root.state)
+            committer = self._ready("commit")
+            with committer.attempt(self.registry.steps()) as attempt:
+                return committer.start(self.root.state, attempt)
 
     def wait(self) -> None:
         """Wait for the running commit, sealed or about to be, and raise if it failed."""
@@ -176,9 +182,10 @@ class Generations:
                 if commit and self.withheld_for:
                     _log.warning("%s", self.withheld_for)
                 elif commit and not self._end_unchanged():
-                    text = self.registry.encode(self._user_text)
-                    self._committer.measure(text)
-                    self._committer.start(text, is_last=True)
+                    with self._committer.attempt(self.registry.steps()) as attempt:
+                        text = self.registry.encode(self._user_text)
+                        self._committer.measure(text)
+                        self._committer.start(text, attempt, is_last=True)
                     self.wait()
         except Exception as error:  # of any kind: the store closes
             failure = failure or error

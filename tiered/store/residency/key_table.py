@@ -31,12 +31,13 @@ class Sealed:
     """The fixed contents of a generation; its rows are complete once every pending entry has landed."""
 
     __slots__ = (
-        "freed", "generation", "is_applying", "num_pending", "parts", "phase", "removed", "rows", "state", "targets",
-        "thread", "to_write",
+        "freed", "generation", "is_applying", "nonce", "num_pending", "parts", "phase", "removed", "rows", "state",
+        "targets", "thread", "to_write",
     )  # fmt: skip
 
     def __init__(self, generation: int, state: str) -> None:
         self.generation = generation
+        self.nonce = 0  # that all who share the store have agreed on
         self.state = state  # JSON text
         self.rows: dict[Entry, Row] = {}  # changed entries whose bytes have landed
         self.targets: dict[Entry, tuple[Extent, ...]] = {}  # changed entries whose bytes have not, and where they go

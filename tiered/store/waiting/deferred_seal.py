@@ -124,19 +124,24 @@ class DeferredSeal:
         assert self._producer is None
         self._producer, self._deferred_generation, self._thread = producer, generation, threading.get_ident()
 
-    def hand_over_seal(self, seal: Callable[[], object]) -> bool:
-        """Have the producer call ``seal`` at the end of its pending work; return False where it has none."""
+    def hand_over_seal(self, seal: Callable[[], object], call_off: Callable[[BaseException], object]) -> bool:
+        """Have the producer call ``seal`` at the end of its pending work; return False where it has none.
+
+        ``call_off(error)`` is called where that work fails, or the seal does.
+        """
         producer = self._producer
         assert producer is not None
         is_taken = False
         try:
-            is_taken = producer.when_done(functools.partial(self._conclude, seal))
+            is_taken = producer.when_done(functools.partial(self._conclude, seal, call_off))
         finally:
             if not is_taken:
                 self._end_seal()
         return is_taken
 
-    def _conclude(self, seal: Callable[[], object], failure: BaseException | None) -> None:
+    def _conclude(
+        self, seal: Callable[[], object], call_off: Callable[[BaseException], object], failure: BaseException | None
+    ) -> None:
         """In the producer's thread, at the end of its pending work: seal, unless that work failed."""
         try:
             if failure is None:
@@ -152,6 +157,8 @@ class DeferredSeal:
                 assert self._producer is not None
                 self._failed = weakref.ref(self._producer)
             self._end_seal()
+            if failure is not None:
+                call_off(failure)  # order: this store's own callers go on
 
     def _end_seal(self) -> None:
         with self.condition:

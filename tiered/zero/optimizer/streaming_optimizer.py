@@ -240,7 +240,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._pipeline.close()
             raise
         self._is_behind = committed is not None  # the step counts of the state are still to be loaded
-        small = SimpleNamespace(state_dict=self.committed_state, load_state_dict=self.load_committed_state)
+        own = {"state_dict": self.committed_state, "load_state_dict": self.load_committed_state}
+        small = SimpleNamespace(**own, num_steps=lambda: max(self._state.steps.values(), default=0))
         self._store.register("tiered.optimizer", small)
         self._store.add_guard(self._guard)
         self._is_attached = True
