@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
@@ -212,14 +212,17 @@ class Backward:
         """Return whether no more gradient can come for ``unit`` and no saved tensor needs its present bytes any more.
 
         A parameter accumulates once per graph task. A reentrant checkpoint may recompute a parameter more than once, if
-        the forward touched it without gradients: it accumulates in several tasks, and is final only at the end.
+        the forward touched it without gradients: it accumulates in several tasks, and is final only at the end. For a
+        parameter that the forward did not touch, and that has no node in this task's graph, nothing comes.
         """
         if unit.has_references() or unit.num_ops or unit in self._calls.units():
             return False
         for segment in unit.trainable_segments():
+            touches = segment.num_no_grad_touches
+            if not segment.accumulated and not touches and not segment.num_grad_touches and not _is_awaited(segment):
+                continue
             if not segment.accumulated:
                 return False
-            touches = segment.num_no_grad_touches
             if touches > 1 or (touches and segment.num_grad_touches):
                 return False
         return True
@@ -277,6 +280,12 @@ class Backward:
                 found = found or segment.accumulated
                 segment.accumulated = False
         return found
+
+
+def _is_awaited(segment: Segment) -> bool:
+    """Return whether the graph task that runs will accumulate a gradient of ``segment``, or has."""
+    with without_dispatch():
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(segment.parameter).node))
 
 
 class _MicroSteps:

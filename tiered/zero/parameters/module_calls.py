@@ -143,8 +143,8 @@ class ModuleCalls:
         return {call.unit for call in self.under_way}
 
     def touched(self, segment: Segment) -> None:
-        """Count a use of ``segment``'s parameter in a forward."""
-        if self.under_way and torch.is_grad_enabled():
+        """Count a use of ``segment``'s parameter, in a forward or in a term of the loss beside it."""
+        if torch.is_grad_enabled():
             segment.num_grad_touches += 1
         elif self.under_way:
             segment.num_no_grad_touches += 1
