@@ -55,6 +55,7 @@ def test_another_store_refuses_before_a_write_and_the_next_commit_is_whole() -> 
 
 def test_a_refusal_of_this_store_is_told_to_all_and_raised_by_all() -> None:
     together = Together()
+    together.is_strict = True
     with simulated_store(confirmation=together) as store:
         store["a"] = numbers(9000, 1)
         store.commit()

@@ -19,7 +19,8 @@ class Together:
 
     ``chosen`` is the number of the generation to open, None the newest. ``confirmed`` is the number of the last one
     that all have, as a crash must find it: the chosen one first, then those that ``confirm`` has returned for.
-    ``refusal`` is why another store refuses to seal, "" where it does not; ``log`` has what was asked.
+    ``refusal`` is why another store refuses to seal, "" where it does not; ``log`` has what was asked. Where the store
+    itself refuses, all raise the same if it ``is_strict``, else it raises its own error.
     """
 
     keeps_before = True
@@ -33,6 +34,7 @@ class Together:
         self.error: Exception | None = None
         self.confirmed = 0
         self.refusal = ""
+        self.is_strict = False
         self.log: list[tuple[str, int]] = []
 
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
@@ -42,7 +44,7 @@ class Together:
 
     def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
         self.log.append(("propose", number))
-        if refusal or self.refusal:
+        if self.refusal or (refusal and self.is_strict):
             raise UsageError(f"generation {number} is refused by a store: {refusal or self.refusal}")
         return 1000 + number
 

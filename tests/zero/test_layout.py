@@ -94,16 +94,38 @@ def test_what_moves_is_found_where_it_lies_then(specs: list[SegmentSpec], data: 
             assert after.moved(before, old.span, old.offset + byte) == (new.span, new.offset + byte)
 
 
-@given(st.lists(st.integers(0, 3000), max_size=12), st.integers(1, 20))
-def test_cuts_cover_each_segment_once_in_buckets_of_at_most_so_many_elements(numels: list[int], size: int) -> None:
-    buckets = cut(numels, size * CUT_NUMEL)
-    covered = [0] * len(numels)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000)), max_size=12), st.integers(1, 20))
+def test_cuts_cover_each_stretch_once_in_buckets_of_at_most_so_many_elements(
+    drawn: list[tuple[int, int]], size: int
+) -> None:
+    stretches = [range(first * CUT_NUMEL, first * CUT_NUMEL + numel) for first, numel in drawn]
+    buckets = cut(stretches, size * CUT_NUMEL)
+    covered = [stretch.start for stretch in stretches]
     for bucket in buckets:
         assert 0 < sum(stop - start for _, start, stop in bucket) <= size * CUT_NUMEL
         for number, start, stop in bucket:
             assert start == covered[number] and start % CUT_NUMEL == 0
             covered[number] = stop
-    assert covered == numels
+    assert covered == [stretch.stop for stretch in stretches]
+
+
+@given(specs, st.integers(1, 9))
+def test_the_shards_of_all_ranks_are_each_element_once(specs: list[SegmentSpec], world: int) -> None:
+    layout, alone = lay_out("root", specs, world), lay_out("root", specs)
+    assert [place.offset for place in layout.places] == [place.offset for place in alone.places]
+    covered = [0] * len(specs)
+    for rank in range(world):
+        for number, start, stop, span, offset, grad_offset in layout.stretches(rank):
+            size, place = specs[number].dtype.itemsize, layout.places[number]
+            assert start == covered[number] and start % CUT_NUMEL == 0 and start < stop
+            assert rank * layout.spans[span].shard_nbytes + offset == place.offset + start * size
+            assert offset + (stop - start) * size <= layout.spans[span].shard_nbytes
+            assert (grad_offset < 0) == (place.grad_offset < 0)
+            covered[number] = stop
+    assert covered == [spec.numel for spec in specs]
+    assert all(span.nbytes == world * span.shard_nbytes for span in layout.spans)
+    assert all(span.shard_nbytes % PAGE_NBYTES == 0 for span in layout.spans)
+    assert layout.shard_nbytes * world == layout.nbytes
 
 
 @pytest.mark.parametrize("name", ["gpt", "mixed_dtypes", "frozen_part", "units_of_one_layer"])

@@ -21,3 +21,7 @@ class NullComm:
     def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the whole spans whose pieces ``shards`` are, (nbytes,) uint8 each: the shards themselves."""
         return shards
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a ``whole`` span: all of it."""
+        return whole

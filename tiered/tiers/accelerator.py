@@ -41,7 +41,7 @@ class DeviceGathered(Gathered):
         self, tier: AcceleratorTier, taken: Sequence[tuple[DeviceBuffer, Content | None]], leases: Sequence[Lease]
     ) -> None:
         self.leases = tuple(leases)
-        self.tensors = [buffer.tensor for buffer, _ in taken]
+        self.whole = self.shard = [buffer.tensor for buffer, _ in taken]
         self._copies, self._memory = tier.copies, tier.memory
         self._buffers = tuple(buffer for buffer, _ in taken)
         self._contents = tuple(content for _, content in taken)
@@ -62,7 +62,7 @@ class DeviceGathered(Gathered):
         """Give the buffers and leases back; all uses must have been submitted. Blocks until the leases' copies end."""
         for buffer, lease in zip(self._buffers, self.leases, strict=False):  # none where the copies own the leases
             self._copies.wait_for(buffer, lease)
-        self.tensors = []
+        self.whole = self.shard = []
         for buffer, content in zip(self._buffers, self._contents, strict=True):
             self._memory.give(buffer, content)
         for number, lease in enumerate(self.leases):

@@ -27,32 +27,36 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Gathered:
     """A unit's spans where computing happens, until ``release``. One thread at a time.
 
-    ``tensors``: (nbytes,) uint8 each, one per span. ``leases``: those of the spans' bytes in DRAM that lie there as
-    long as the spans are gathered, or none. On the CPU the tensors are the leases' own.
+    ``whole``: (nbytes,) uint8 each, one per span; ``shard``: the piece of each that is this rank's, (shard_nbytes,)
+    uint8, a view of it. ``leases``: those of the shards' bytes in DRAM that lie there as long as the spans are
+    gathered, or none. On one rank that computes on the CPU all three are the same bytes.
     """
 
-    __slots__ = ("leases", "tensors")
+    __slots__ = ("leases", "shard", "whole")
 
     def __init__(self, leases: Sequence[Lease]) -> None:
         self.leases = tuple(leases)
-        self.tensors = [lease.tensor for lease in leases]
+        self.whole = self.shard = [lease.tensor for lease in leases]
 
     def use(self) -> None:
         """An operation on the caller's stream is about to use the spans: it comes after the copies of them."""
 
     def is_there(self, span: int) -> bool:
-        """Return whether ``tensors[span]`` is memory of the span still, because a tensor that lies in it lives."""
+        """Return whether ``whole[span]`` is memory of the span still, because a tensor that lies in it lives."""
         return not self.leases[span].release()
 
     def write_back(self) -> None:
-        """Have the bytes of ``leases`` be those of ``tensors``; blocks."""
+        """Have the bytes of ``leases`` be those of ``shard``; blocks."""
+        if self.shard is not self.whole:
+            for lease, piece in zip(self.leases, self.shard, strict=True):
+                lease.tensor.copy_(piece)
 
     def release(self, unchanged: Collection[int]) -> None:
         """Give everything back; bytes that a tensor still shows stay counted until it dies.
 
         ``unchanged``: the spans leased for writing whose bytes are as they were.
         """
-        self.tensors = []
+        self.whole = self.shard = []
         for number, lease in enumerate(self.leases):
             lease.release(is_unchanged=number in unchanged)
 
@@ -285,10 +289,19 @@ class ParameterPlace(NamedTuple):
 
 
 class Collectives(Protocol):
-    """The operations of all ranks together on a unit's buffer."""
+    """The operations of all ranks together on a unit's buffer. ``rank`` is this process's, from 0 to ``world``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
 
     def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the whole spans: (nbytes,) uint8 each."""
+        """Return the whole spans, (nbytes,) uint8 each; ``shards`` are this rank's pieces of them. Blocks."""
+
+    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a ``whole`` span, a view of it."""
 
 
 class UnitBuffer:
@@ -335,7 +348,10 @@ class UnitBuffer:
         """
         gathered = self._tier.gather(self.keys, mode)
         try:
-            self.tensors = self._comm.all_gather(gathered.tensors)
+            gathered.whole = self._comm.all_gather(gathered.shard)
+            if gathered.whole is not gathered.shard:
+                gathered.shard = [self._comm.shard_of(whole) for whole in gathered.whole]
+            self.tensors = gathered.whole
         except BaseException:
             gathered.release(range(len(self.keys)))
             raise

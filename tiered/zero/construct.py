@@ -66,7 +66,7 @@ class ConstructedParameter:
         self.gathered = self.tier.gather([self.key], mode)
         self.gathered.use()
         self.owner.shown[self] = None
-        return self.segment.view(self.gathered.tensors[0])
+        return self.segment.view(self.gathered.whole[0])
 
     @contextlib.contextmanager
     def lend(self, mode: str) -> Iterator[torch.Tensor]:
@@ -80,7 +80,7 @@ class ConstructedParameter:
 
     def lies_in(self, storage: int) -> bool:
         """Return whether the parameter is shown in the storage of that address."""
-        return self.gathered is not None and self.gathered.tensors[0].untyped_storage().data_ptr() == storage
+        return self.gathered is not None and self.gathered.whole[0].untyped_storage().data_ptr() == storage
 
     def park(self) -> None:
         """Give the lease back; tensors that still look at the bytes keep them."""

@@ -24,7 +24,7 @@ from tiered.zero.gradients.backward import Backward
 from tiered.zero.gradients.model_gradients import ModelGradients, Reclaimer, Updates
 from tiered.zero.gradients.relayout import UnitLayouts
 from tiered.zero.gradients.unit_gradients import UnitGradients
-from tiered.zero.layout import Shares
+from tiered.zero.layout import Shares, UnitLayout
 from tiered.zero.parameters.gather_plan import GatherPlan
 from tiered.zero.parameters.module_calls import ModuleCalls
 from tiered.zero.parameters.open_units import OpenUnits, ahead_on
@@ -215,12 +215,19 @@ class Engine:
         self.gradients.drop_all() if set_to_none else self.gradients.zero_all()
 
     def attach(
-        self, updates: Updates, submit: Callable[[Unit], None], buckets: Mapping[Unit, Sequence[Bucket[Segment]]]
+        self,
+        updates: Updates,
+        submit: Callable[[Unit], None],
+        buckets: Mapping[Unit, Sequence[Bucket[Segment]]],
+        follow: Callable[[Unit, UnitLayout], None],
     ) -> None:
-        """An optimizer was made: ``submit`` hands over the update of a unit, ``buckets`` hold the optimizer's state."""
+        """An optimizer was made: ``submit`` hands over the update of a unit, ``buckets`` hold the optimizer's state.
+
+        ``follow(unit, old)`` brings the state of a unit that was laid out anew to where its elements are.
+        """
         self.updates = self.phase.updates = updates
         self.backward.submit = submit
-        self.layouts.set_state(buckets, updates_in_backward=self.phase.updates_in_backward)
+        self.layouts.set_state(buckets, follow, updates_in_backward=self.phase.updates_in_backward)
         self.expect_steps()
 
     def expect_steps(self) -> None:

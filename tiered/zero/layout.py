@@ -24,9 +24,11 @@ __all__ = [
     "LEAST_BUCKET_NUMEL",
     "PAGE_NBYTES",
     "TOGETHER_NUMEL",
+    "Place",
     "SegmentSpec",
     "Shares",
     "Span",
+    "Stretch",
     "UnitLayout",
     "UnitRule",
     "WorkSizes",
@@ -166,15 +168,33 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Segments of one dtype and one trainability: one key, one flat buffer of ``nbytes``, padding included.
+    """Segments of one dtype and one trainability: one flat buffer of ``nbytes``, padding included.
 
-    ``grad_offset``: the start of its gradients among those of the unit, in bytes; -1 for a frozen span.
+    ``key`` has one rank's shard of it, ``shard_nbytes``: all shards are equal, and follow each other in the order of
+    the ranks. ``grad_offset``: the start of its gradients among those of the unit, in bytes; -1 for a frozen
+    span.
     """
 
     key: str
     dtype: torch.dtype
     trainable: bool
     nbytes: int
+    shard_nbytes: int
+    grad_offset: int
+
+
+class Stretch(NamedTuple):
+    """Elements [start, stop) of segment ``number`` of its unit, in memory order, that lie in one rank's shard.
+
+    ``offset`` counts bytes from the start of the shard of ``span``, ``grad_offset`` those of the unit's trainable
+    shards, one after the other; -1 in a frozen span.
+    """
+
+    number: int
+    start: int
+    stop: int
+    span: int
+    offset: int
     grad_offset: int
 
 
@@ -182,13 +202,15 @@ class Span(NamedTuple):
 class UnitLayout:
     """One unit: ``specs`` in the order of the modules, the ``place`` of each, and its spans, trainable ones first.
 
-    Gradients have the layout of the trainable spans, one after the other, in the parameters' dtypes.
+    Gradients have the layout of the trainable spans, one after the other, in the parameters' dtypes. ``world`` ranks
+    have a shard each of every span; on one rank the shard is the span.
     """
 
     name: str
     specs: tuple[SegmentSpec, ...]
     places: tuple[Place, ...]
     spans: tuple[Span, ...]
+    world: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -201,15 +223,45 @@ class UnitLayout:
         return sum(span.nbytes for span in self.spans if span.trainable)
 
     @property
+    def shard_nbytes(self) -> int:
+        """Bytes of one rank's shards of all spans."""
+        return self.nbytes // self.world
+
+    @property
+    def shard_gradient_nbytes(self) -> int:
+        """Bytes of one rank's shards of the unit's gradients."""
+        return self.gradient_nbytes // self.world
+
+    @property
     def trainable_numel(self) -> int:
         """Elements of the trainable segments."""
         return sum(spec.numel for spec in self.specs if spec.trainable)
+
+    def stretches(self, rank: int) -> list[Stretch]:
+        """Return the stretch of each segment that lies in the shards of ``rank``, in the segments' order.
+
+        A segment that lies in other shards alone has none. Stretches begin at multiples of CUT_NUMEL of their segments,
+        and end at such or with them: a shard is whole pages, and 4,096 bytes are a multiple of CUT_NUMEL elements.
+        """
+        found: list[Stretch] = []
+        for number, (spec, place) in enumerate(zip(self.specs, self.places, strict=True)):
+            span = self.spans[place.span]
+            begin = rank * span.shard_nbytes
+            first = max(place.offset, begin)
+            last = min(place.offset + spec.nbytes, begin + span.shard_nbytes)
+            if first < last:
+                size = spec.dtype.itemsize
+                bounds = (first - place.offset) // size, (last - place.offset) // size
+                offset = first - begin
+                grad_offset = span.grad_offset // self.world + offset if span.trainable else -1
+                found.append(Stretch(number, *bounds, place.span, offset, grad_offset))
+        return found
 
     def with_trainable(self, names: Iterable[str]) -> UnitLayout:
         """Return the layout of the same segments in which those called ``names`` are the trainable ones."""
         trained = set(names)
         specs = [spec._replace(trainable=spec.name in trained) for spec in self.specs]
-        return lay_out(self.name, specs)
+        return lay_out(self.name, specs, self.world)
 
     def moved(self, old: UnitLayout, span: int, offset: int) -> tuple[int, int]:
         """Return the new span and byte of the value that lay at byte ``offset`` of ``span`` in the layout ``old``."""
@@ -222,8 +274,8 @@ class UnitLayout:
         return place.span, place.offset + offset - old.places[number].offset
 
 
-def lay_out(name: str, specs: Sequence[SegmentSpec]) -> UnitLayout:
-    """Return the layout of the unit ``name``.
+def lay_out(name: str, specs: Sequence[SegmentSpec], world: int = 1) -> UnitLayout:
+    """Return the layout of the unit ``name`` over ``world`` ranks: each span is padded to whole pages for each.
 
     The first span's key is ``model/parameters/<name>``. The key of another names its kind before the unit,
     ``model/parameters/.frozen/<name>``: no unit's name begins with a dot, so no two units share a key.
@@ -238,15 +290,15 @@ def lay_out(name: str, specs: Sequence[SegmentSpec]) -> UnitLayout:
         offsets[index] += round_up(spec.numel, CUT_NUMEL) * spec.dtype.itemsize
     spans, grad_offset = [], 0
     for index, (dtype, trainable) in enumerate(kinds):
-        nbytes = max(round_up(offsets[index], PAGE_NBYTES), PAGE_NBYTES)
+        nbytes = max(round_up(offsets[index], PAGE_NBYTES * world), PAGE_NBYTES * world)
         key = _key(name, dtype, trainable, kinds[0]) if index else f"model/parameters/{name}"
-        spans.append(Span(key, dtype, trainable, nbytes, grad_offset if trainable else -1))
+        spans.append(Span(key, dtype, trainable, nbytes, nbytes // world, grad_offset if trainable else -1))
         grad_offset += nbytes if trainable else 0
     places = [
         Place(index, offset, spans[index].grad_offset + offset if spans[index].trainable else -1)
         for index, offset in starts
     ]
-    return UnitLayout(name, tuple(specs), tuple(places), tuple(spans))
+    return UnitLayout(name, tuple(specs), tuple(places), tuple(spans), world)
 
 
 def _key(name: str, dtype: torch.dtype, trainable: bool, first: tuple[torch.dtype, bool]) -> str:
@@ -266,21 +318,22 @@ class Cut(NamedTuple):
     stop: int
 
 
-def cut(numels: Sequence[int], bucket_numel: int) -> list[list[Cut]]:
-    """Divide segments of ``numels`` elements, in their order, into buckets of at most ``bucket_numel`` elements.
+def cut(stretches: Sequence[range], bucket_numel: int) -> list[list[Cut]]:
+    """Divide the ``stretches`` of segments, in their order, into buckets of at most ``bucket_numel`` elements.
 
-    A cut never crosses a segment, and one in the middle of a segment is at a multiple of CUT_NUMEL.
+    A stretch is the elements of a segment that lie in one rank's shard. A cut never crosses a segment, and one in the
+    middle of a segment is at a multiple of CUT_NUMEL.
     """
     assert bucket_numel % CUT_NUMEL == 0
     buckets: list[list[Cut]] = []
     left = 0
-    for index, numel in enumerate(numels):
-        start = 0
-        while start < numel:
-            if left < min(CUT_NUMEL, numel - start):
+    for index, stretch in enumerate(stretches):
+        start, last = stretch.start, stretch.stop
+        while start < last:
+            if left < min(CUT_NUMEL, last - start):
                 buckets.append([])
                 left = bucket_numel
-            stop = numel if numel - start <= left else start + left // CUT_NUMEL * CUT_NUMEL
+            stop = last if last - start <= left else start + left // CUT_NUMEL * CUT_NUMEL
             buckets[-1].append(Cut(index, start, stop))
             left -= stop - start
             start = stop
@@ -303,7 +356,7 @@ def tile_numel_for(bucket_numel: int, numels: Sequence[int]) -> int:
 
     Of many small parameters a tile takes as many as ``bucket_numel_for`` says.
     """
-    return min(TILE_NUMEL, bucket_numel, max(round_up(max(numels, default=1), _STEP_NUMEL), _part_of(numels)))
+    return min(TILE_NUMEL, bucket_numel, max(round_up(max([*numels, 1]), _STEP_NUMEL), _part_of(numels)))
 
 
 def _part_of(numels: Iterable[int]) -> int:
@@ -331,7 +384,8 @@ class Shares:
 
     ``held``: kept for good. ``window``: read ahead of need, beside the unused bytes of other shares. ``gathered``: the
     root and the unit that computes. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets and the
-    tile scratch. ``activations``: saved by autograd, and the rest.
+    tile scratch. ``exchange``: over ranks, the shards that are gathered, and one whole gradient that is received.
+    ``activations``: saved by autograd, and the rest.
 
     ``read_ahead`` is no share: the schedule may read so many bytes ahead of need, the window and the idle part of the
     update's share.
@@ -342,13 +396,14 @@ class Shares:
     gathered: int
     gradients: int
     update: int
+    exchange: int
     activations: int
     read_ahead: int
 
     @property
     def smallest(self) -> int:
         """The smallest budget: the sum where nothing is held, read ahead, or the caller's."""
-        return self.gathered + self.gradients + self.update
+        return self.gathered + self.gradients + self.update + self.exchange
 
     @property
     def spare(self) -> int:
@@ -361,22 +416,27 @@ def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, 
 
     Reading ahead wants the next unit's parameters and 3 buckets. Writes in flight must find room beside them, or bytes
     that were read ahead are evicted before their use and read twice. All else is held. Below the smallest budget the
-    held and read-ahead shares are negative or 0: the caller compares ``smallest``.
+    held and read-ahead shares are negative or 0: the caller compares ``smallest``. Over ranks whole units are gathered
+    and have whole gradients; what is held, read ahead and updated are one rank's shards.
     """
     root, *others = units
     both = sorted(others, key=lambda unit: unit.nbytes + unit.gradient_nbytes, reverse=True)
     gathered = root.nbytes + sum(unit.nbytes for unit in both[:1])
     gradients = root.gradient_nbytes + sum(unit.gradient_nbytes for unit in both[:1])
     buckets = 3 * sizes.bucket
-    update = sum(unit.nbytes + unit.gradient_nbytes for unit in both[1:2]) + buckets + sizes.scratch
-    spare = budget_bytes - gathered - gradients - update
-    parameters = max(unit.nbytes for unit in units)
-    largest_gradients = max(unit.gradient_nbytes for unit in units)
+    update = sum(unit.shard_nbytes + unit.shard_gradient_nbytes for unit in both[1:2]) + buckets + sizes.scratch
+    exchange = 0
+    if root.world > 1:
+        received = max(unit.gradient_nbytes for unit in units)
+        exchange = received + root.shard_nbytes + sum(unit.shard_nbytes for unit in both[:1])
+    spare = budget_bytes - gathered - gradients - update - exchange
+    parameters = max(unit.shard_nbytes for unit in units)
+    largest_gradients = max(unit.shard_gradient_nbytes for unit in units)
     if held is None:
         held = max(0, spare - buckets)
     read_ahead = min(parameters + buckets, spare - held + max(largest_gradients, parameters))
     window = min(read_ahead, spare - held)
-    return Shares(held, window, gathered, gradients, update, spare - held - window, read_ahead)
+    return Shares(held, window, gathered, gradients, update, exchange, spare - held - window, read_ahead)
 
 
 # -- committed layout --------------------------------------------------------------------------------------------------
@@ -390,9 +450,12 @@ def committed_layouts(state: Mapping[str, Any]) -> Iterator[tuple[str, UnitLayou
 
     Raises LookupError, TypeError, ValueError, AttributeError for a description that no version writes.
     """
+    world = count_in(state.get("world", 1))  # an earlier release knew one rank alone
+    if not world:
+        raise ValueError("a model over no ranks")
     for unit, described in state["units"].items():
         trained = set(map(text_in, state["trained"][unit]))
-        yield text_in(unit), lay_out(unit, [_spec(each, trained) for each in described])
+        yield text_in(unit), lay_out(unit, [_spec(each, trained) for each in described], world)
 
 
 def _spec(described: Mapping[str, Any], trained: set[str]) -> SegmentSpec:

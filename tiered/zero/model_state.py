@@ -64,6 +64,7 @@ class ModelState:
         check_added(tensor for tensor in added.values() if isinstance(tensor, nn.Parameter))
         return {
             "units": self._description,
+            "world": self._units[0].world,
             "class": type(self.model).__name__,
             "tied": self._tied,
             "persistent": self._persistent,
@@ -85,7 +86,16 @@ class ModelState:
                 tensor.copy_(state["added"][name])
 
     def adopt_layout(self, state: dict[str, Any]) -> None:
-        """Have the units lie as they did when ``state`` was committed; they must be parked."""
+        """Have the units lie as they did when ``state`` was committed; they must be parked.
+
+        Raises UsageError for a state that was committed over another number of ranks: the shards are others.
+        """
+        world = state.get("world", 1)  # an earlier release knew one rank alone
+        if world != self._units[0].world:
+            raise UsageError(
+                f"the store holds one rank's shards of this model over {world} ranks, and there are"
+                f" {self._units[0].world}; expected as many ranks as committed it"
+            )
         for unit in self._units:
             first = set(state["trained_first"][unit.name])
             for segment in unit.segments:

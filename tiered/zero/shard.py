@@ -265,7 +265,9 @@ def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swa
     layouts = [unit.layout for unit in units]
     shares = share_out_as_asked(layouts, budget_bytes, hold)
     if hold == "auto" and swaps:  # a byte of activations saves more than one of optimizer state
-        shares = share_out_as_asked(layouts, budget_bytes, min(shares.held, sum(unit.nbytes for unit in units)))
+        shares = share_out_as_asked(
+            layouts, budget_bytes, min(shares.held, sum(unit.layout.shard_nbytes for unit in units))
+        )
     return shares
 
 
@@ -383,9 +385,9 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
     if not adopt:
         in_place = find_in_place(store, units, source)
         cast = [unit for unit in units if any(map(source.is_cast, unit.segments))]
-        nbytes = sum(unit.nbytes for unit in units) - sum(spec.nbytes for spec, _ in in_place.values())
+        nbytes = sum(unit.layout.shard_nbytes for unit in units) - sum(spec.nbytes for spec, _ in in_place.values())
         if store.durable:  # a second set of the keys that steps write
-            nbytes += sum(unit.layout.gradient_nbytes for unit in units)
+            nbytes += sum(unit.layout.shard_gradient_nbytes for unit in units)
         nbytes += sum(masters_nbytes(unit.segments) for unit in cast)
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
@@ -396,10 +398,14 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
             if not adopt:
                 _write_unit(store, unit, source, in_place)
                 if unit in cast:
-                    write_masters(store, unit, source.copy)
+                    write_masters(store, unit, functools.partial(_copy_master, source))
             for segment in unit.segments:
                 _convert(segment, working_set)
     return Masters(store, units)
+
+
+def _copy_master(source: Weights, segment: Segment, out: torch.Tensor) -> None:
+    source.copy(segment, out.as_strided(segment.shape, segment.strides))
 
 
 def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
@@ -410,7 +416,7 @@ def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[
             for number, span in enumerate(unit.layout.spans):
                 if span.key in in_place:
                     continue
-                store.working_set.create(span.key, span.nbytes)
+                store.working_set.create(span.key, span.shard_nbytes)
                 lease = store.working_set.lease(span.key, "w")
                 leases.callback(lease.release)
                 end = 0

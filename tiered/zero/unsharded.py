@@ -92,4 +92,4 @@ def _engine_of(units: list[Unit]) -> Engine:
 
 
 def _digest(unit: Unit, segment: Segment) -> int:
-    return digest(segment.flat(unit.buffer.leases[segment.span].tensor))
+    return digest(segment.piece(unit.buffer.leases[segment.span].tensor))

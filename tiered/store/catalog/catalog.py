@@ -97,7 +97,7 @@ class Confirmation(Protocol):
         """
 
     def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
-        """Agree on the generation ``number``, of which nothing is sealed yet, and return its nonce; blocks.
+        """Agree on the generation ``number`` before anything of it is sealed, and return its nonce; blocks.
 
         ``steps``: by the name of each optimizer, how many steps it has made; ``refusal``: why this store cannot seal,
         "" where it can. Raises for all where one refuses, or where numbers or steps differ: then no store has changed,

@@ -26,15 +26,19 @@ _LARGEST = Layouts("exact", AdamWRule())  # no other state is larger: ``shard`` 
 
 
 def work_sizes(units: Sequence[UnitLayout]) -> WorkSizes:
-    """Return the bytes of the largest bucket of ``units`` and of the tile scratch, whatever the optimizer."""
-    numel = bucket_numel_for(unit.trainable_numel for unit in units)
-    trainable = [[spec for spec in unit.specs if spec.trainable] for unit in units]
-    buckets = [
-        sum(_LARGEST.of(specs[index].dtype).nbytes(stop - start) for index, start, stop in bucket)
-        for specs in trainable
-        for bucket in cut([spec.numel for spec in specs], numel)
+    """Return the bytes of any rank's largest bucket of ``units`` and of the tile scratch, whatever the optimizer."""
+    numel = bucket_numel_for([-(-unit.trainable_numel // unit.world) for unit in units])
+    trainable = [
+        [(unit.specs[each.number].dtype, range(each.start, each.stop)) for each in stretches if each.grad_offset >= 0]
+        for unit in units
+        for stretches in map(unit.stretches, range(unit.world))
     ]
-    tile_numel = tile_numel_for(numel, [spec.numel for specs in trainable for spec in specs])
+    buckets = [
+        sum(_LARGEST.of(dtypes[index]).nbytes(stop - start) for index, start, stop in bucket)
+        for dtypes, ranges in (zip(*each, strict=True) for each in trainable if each)
+        for bucket in cut(ranges, numel)
+    ]
+    tile_numel = tile_numel_for(numel, [len(stretch) for each in trainable for _, stretch in each])
     return WorkSizes(whole_pages(max(buckets, default=0)), whole_pages(TileScratch.nbytes(tile_numel)))
 
 
@@ -67,8 +71,8 @@ def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shar
     most = _share_out(units, sizes, budget_bytes)
     held = min(before.held, budget_bytes - most.smallest)
     if gradients_wait:
-        waiting = sum(unit.gradient_nbytes for unit in units) - most.gradients
-        held = min(held, max(most.held - waiting, sum(unit.nbytes for unit in units)))
+        waiting = sum(unit.shard_gradient_nbytes for unit in units) - most.gradients // units[0].world
+        held = min(held, max(most.held - waiting, sum(unit.shard_nbytes for unit in units)))
     return share_out(units, sizes, budget_bytes, held=held)
 
 

@@ -32,7 +32,7 @@ class StatefulSegment(Protocol):
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def numel(self) -> int: ...
+    def stretch(self) -> range: ...  # its elements, in memory order, whose state lies here: in one rank's shard
 
 
 S = TypeVar("S", bound=StatefulSegment)
@@ -86,7 +86,7 @@ def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts,
     The bucket keys are ``key/<first>``, ``key/<first + 1>``, ... A piece never crosses a parameter.
     """
     buckets: list[Bucket[S]] = []
-    for cuts in cut([segment.numel for segment in segments], bucket_numel):
+    for cuts in cut([segment.stretch for segment in segments], bucket_numel):
         bucket: Bucket[S] = Bucket(f"{key}/{first + len(buckets)}")
         for index, start, stop in cuts:
             segment = segments[index]
@@ -100,12 +100,13 @@ def divide(key: str, segments: Sequence[S], bucket_numel: int, layouts: Layouts,
 
 
 class Source(NamedTuple):
-    """The contribution of one parameter to an update: (numel,) each, in memory order."""
+    """The contribution of one parameter to an update: (numel,) each, in memory order, from element ``first`` on."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
     factor: torch.Tensor | None  # () clip factor, multiplied to the gradient in fp32
     hyper: Hyperparameters
+    first: int = 0
 
 
 class _Alike:
@@ -136,9 +137,10 @@ def update_pieces(parts: Iterable[tuple[Piece[S], torch.Tensor, Source]], scratc
     ``parts``: each piece with the uint8 bytes of its bucket, and the source of its parameter.
     """
     together: dict[Hashable, _Alike] = {}
-    for piece, bucket, (parameter, gradient, factor, hyper) in parts:
+    for piece, bucket, (parameter, gradient, factor, hyper, first) in parts:
         layout, views = piece.layout, piece.views(bucket)
-        parameter, gradient = parameter[piece.start : piece.stop], gradient[piece.start : piece.stop]
+        start, stop = piece.start - first, piece.stop - first
+        parameter, gradient = parameter[start:stop], gradient[start:stop]
         most = layout.most_together(gradient, factor, scratch)
         if piece.numel <= most:
             kind = layout.dtype, id(factor), id(hyper.values), hyper.step, hyper.begins

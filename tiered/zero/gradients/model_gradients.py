@@ -287,7 +287,7 @@ class TakenGradients:
             pending, self._pending = self._pending, {}
             for segment, changes in pending.items():
                 for change in changes:
-                    change(self.flat(segment))
+                    change(self.piece(segment))
         self._working_set.change_share(self._lease)
 
     def factor(self, segment: Segment) -> torch.Tensor | None:
@@ -295,12 +295,12 @@ class TakenGradients:
         factor = self._factors.get(segment)
         return None if factor is None else factor()
 
-    def flat(self, segment: Segment) -> torch.Tensor:
-        """Return the (numel,) gradient of ``segment`` in memory order; after ``open``."""
+    def piece(self, segment: Segment) -> torch.Tensor:
+        """Return the gradient of ``segment`` in this rank's shard, (len(stretch),) in memory order; after ``open``."""
         if self._own is not None:
-            return self._own[segment]
+            return self._own[segment][segment.stretch.start : segment.stretch.stop]
         assert self._tensor is not None
-        return segment.gradient_flat(self._tensor)
+        return segment.gradient_piece(self._tensor)
 
     def store_away(self) -> bool:
         """Give the bytes back to the working set, for now; return whether they were leased."""

@@ -49,15 +49,22 @@ class UnitLayouts:
         self._store = store
         self._units = units
         self._buckets: Mapping[Unit, Sequence[Bucket[Segment]]] | None = None  # None: there is no optimizer yet
+        self._follow: Callable[[Unit, UnitLayout], None] = lambda unit, old: None
         self._updates_in_backward = False
         self._held: list[str] = []
 
     def __repr__(self) -> str:
         return f"UnitLayouts({len(self._units)} units, {len(self.nbytes)} keys, {len(self._held)} held)"
 
-    def set_state(self, buckets: Mapping[Unit, Sequence[Bucket[Segment]]], *, updates_in_backward: bool) -> None:
-        """Take note of the optimizer's keys, and of when it updates."""
-        self._buckets = buckets
+    def set_state(
+        self,
+        buckets: Mapping[Unit, Sequence[Bucket[Segment]]],
+        follow: Callable[[Unit, UnitLayout], None],
+        *,
+        updates_in_backward: bool,
+    ) -> None:
+        """Take note of the optimizer's keys, and of when it updates; ``follow`` is ``OptimizerState.follow``."""
+        self._buckets, self._follow = buckets, follow
         self._updates_in_backward = updates_in_backward
         self.shares = self._shares([unit.layout for unit in self._units])
 
@@ -69,7 +76,7 @@ class UnitLayouts:
     def _hold(self) -> None:
         """Hold the keys that placement chooses for the present layouts, and no others."""
         working_set, own = self._store.working_set, self._buckets or {}
-        parameters = {span.key: span.nbytes for unit in self._units for span in unit.layout.spans}
+        parameters = {span.key: span.shard_nbytes for unit in self._units for span in unit.layout.spans}
         buckets = [bucket for each in own.values() for bucket in each if working_set.has(bucket.key)]  # or rolled back
         for key in [key for key in self.nbytes if key.startswith(_PARAMETERS) and key not in parameters]:
             del self.nbytes[key]
@@ -175,7 +182,9 @@ class UnitLayouts:
                     " after it"
                 )
             unit.gradients.forget_key()
+            old = unit.layout
             self._move(unit, layout)
+            self._follow(unit, old)
             self.shares = shares
             expect_steps()
         self.is_stale = bool(lent or has_gradients)
@@ -202,29 +211,33 @@ class UnitLayouts:
     def _move(self, unit: Unit, layout: UnitLayout) -> None:
         """Move the bytes of ``unit``, which is parked, to where ``layout`` says; one read and one write of moved spans.
 
-        Harms nothing where it fails before the first key is deleted; later only the committed bytes are whole.
+        The whole of each span that is left is gathered, and this rank's shards of the new ones are written. Harms
+        nothing where it fails before the first key is deleted; later only the committed bytes are whole.
         """
         working_set, old = self._store.working_set, unit.layout
         before, after = _contents(old), _contents(layout)
         left = [number for number, span in enumerate(old.spans) if before[span.key] != after.get(span.key)]
         made = [number for number, span in enumerate(layout.spans) if before.get(span.key) != after[span.key]]
         spans = [layout.spans[number] for number in made]
-        second_set = sum(span.nbytes for span in spans if span.trainable) if self._store.durable else 0
-        self._store.reserve_space(sum(span.nbytes for span in spans) + second_set)
+        second_set = sum(span.shard_nbytes for span in spans if span.trainable) if self._store.durable else 0
+        self._store.reserve_space(sum(span.shard_nbytes for span in spans) + second_set)
         leases: dict[int, Lease] = {}  # they keep the bytes of keys that are deleted
         try:
             for number in left:
                 leases[number] = working_set.lease(old.spans[number].key, "r")
+            whole = dict(zip(left, unit.comm.all_gather([leases[number].tensor for number in left]), strict=True))
             try:
                 working_set.delete([old.spans[number].key for number in left])
                 for number, span in zip(made, spans, strict=True):
-                    working_set.create(span.key, span.nbytes)
+                    working_set.create(span.key, span.shard_nbytes)
                     lease = working_set.lease(span.key, "w")
                     lease.tensor.zero_()
-                    for spec, place, aim in zip(layout.specs, old.places, layout.places, strict=True):
-                        if aim.span == number:
-                            source = leases[place.span].tensor[place.offset : place.offset + spec.nbytes]
-                            lease.tensor[aim.offset : aim.offset + spec.nbytes] = source
+                    for each in layout.stretches(unit.comm.rank):
+                        if each.span == number:
+                            place, size = old.places[each.number], layout.specs[each.number].dtype.itemsize
+                            start, nbytes = place.offset + each.start * size, (each.stop - each.start) * size
+                            source = whole[place.span][start : start + nbytes]
+                            lease.tensor[each.offset : each.offset + nbytes] = source
                             del source  # lifetime: a view would keep the lease
                     lease.release()
                     working_set.swap_out([span.key])
@@ -233,6 +246,7 @@ class UnitLayouts:
                 unit.engine.phase.give_up(f"unit {unit.name!r} could not be laid out anew: {error}")
                 raise
         finally:
+            whole = {}
             for lease in leases.values():
                 lease.release()
 

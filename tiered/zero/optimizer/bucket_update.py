@@ -236,7 +236,9 @@ class UnitUpdate:
             self.gradients.open()
             self.schedule.take_back([*keys.values(), self.gradients.key])
             return {
-                s: Source(s.flat(spans[s.span]), self.gradients.flat(s), self.gradients.factor(s), hyper)
+                s: Source(
+                    s.piece(spans[s.span]), self.gradients.piece(s), self.gradients.factor(s), hyper, s.stretch.start
+                )
                 for s, hyper in self.hypers.items()
             }
 

@@ -54,8 +54,14 @@ class Masters:
             source = segment.view(unit.open("r")[segment.span])
             unit.buffer.use()
         with leased(self._store, master_key(unit.name), "rw", torch.float32) as values:
-            copy_across(values[start : start + segment.numel].as_strided(segment.shape, segment.strides), source)
-            del values
+            own, stretch = values[start : start + len(segment.stretch)], segment.stretch
+            if len(stretch) == segment.numel:
+                copy_across(own.as_strided(segment.shape, segment.strides), source)
+            else:
+                ordered = torch.empty_strided(segment.shape, segment.strides, dtype=torch.float32, device="cpu")
+                copy_across(ordered, source)
+                own.copy_(ordered.as_strided((segment.numel,), (1,))[stretch.start : stretch.stop])
+            del values, own
         if not was_open:
             del source  # lifetime: before the lease
             unit.park()
@@ -93,12 +99,15 @@ def leased(store: Store, key: str, mode: Mode, dtype: torch.dtype = torch.uint8)
 
 
 def write_masters(store: Store, unit: Unit, copy: Callable[[Segment, torch.Tensor], None]) -> None:
-    """Make the key of ``unit``'s masters; ``copy(segment, out)`` writes one to ``out``, fp32 of its shape. Blocks."""
+    """Make the key of ``unit``'s masters in this rank's shard; blocks.
+
+    ``copy(segment, out)`` writes the master of ``segment.stretch`` to ``out``, (len(stretch),) fp32 in memory order.
+    """
     key = master_key(unit.name)
     store.working_set.create(key, masters_nbytes(unit.segments))
     with leased(store, key, "w", torch.float32) as values:
         for segment, offset in offsets_of(unit.segments).items():
-            copy(segment, values[offset : offset + segment.numel].as_strided(segment.shape, segment.strides))
+            copy(segment, values[offset : offset + len(segment.stretch)])
         del values
     store.working_set.swap_out([key])
 
@@ -110,15 +119,18 @@ def master_key(unit_name: str) -> str:
 
 def masters_nbytes(segments: Iterable[Segment]) -> int:
     """Return the bytes of a unit's master key; 0 where no segment needs one."""
-    return max((4 * (offset + segment.numel) for segment, offset in offsets_of(segments).items()), default=0)
+    return max((4 * (offset + len(segment.stretch)) for segment, offset in offsets_of(segments).items()), default=0)
 
 
 def offsets_of(segments: Iterable[Segment]) -> dict[Segment, int]:
-    """Return where, in elements, the fp32 master of each bf16 segment trained at ``shard`` lies in its unit's key."""
+    """Return where, in elements, the fp32 master of each bf16 segment trained at ``shard`` lies in its unit's key.
+
+    A segment that lies in the shards of other ranks alone has none there.
+    """
     offsets: dict[Segment, int] = {}
     offset = 0
     for segment in segments:
-        if segment.dtype == torch.bfloat16 and segment.was_trainable:
+        if segment.dtype == torch.bfloat16 and segment.was_trainable and segment.stretch:
             offsets[segment] = offset
-            offset += round_up(segment.numel, CUT_NUMEL)
+            offset += round_up(len(segment.stretch), CUT_NUMEL)
     return offsets

@@ -22,6 +22,7 @@ from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.state_layout import Layouts, Tile
 from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.layout import Place, UnitLayout
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.fp32_masters import Masters, leased, master_key, masters_nbytes, offsets_of
 from tiered.zero.parameters.unit import Segment, Unit
@@ -60,7 +61,7 @@ class PlainUnit:
     """Plain parameters as one unit of optimizer state."""
 
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.name = "plain"
+        self.name, self.world = "plain", 1
         self.segments: list[PlainSegment] = []
         for name, parameter in parameters:
             if parameter.device.type != "cpu":
@@ -128,7 +129,7 @@ class OptimizerState:
         self._store = store
         self._layouts = layouts
         self._names = [moment.name for moment in layouts.rule.moments]
-        self._parameter_nbytes = sum(unit.layout.gradient_nbytes for unit in units if isinstance(unit, Unit))
+        self._parameter_nbytes = sum(unit.layout.shard_gradient_nbytes for unit in units if isinstance(unit, Unit))
         self._scratch = scratch
         self._units = units
         self.lay_out(managed)
@@ -185,6 +186,55 @@ class OptimizerState:
         self._managed.append(list(segments))
         self.steps |= dict.fromkeys(segments, 0)
 
+    def follow(self, unit: Unit, old: UnitLayout) -> None:
+        """``unit``, which lay as ``old`` says, was laid out anew: bring its state to where its elements are; blocks.
+
+        Over ranks an element may have moved to another's shard, and takes the bytes of its state along. On one rank all
+        stays where it is.
+        """
+        if old.world == 1:
+            return
+        places = {spec.name: place for spec, place in zip(old.specs, old.places, strict=True)}
+        whole = self._whole_fields(unit, old, places)
+        self._store.working_set.delete([bucket.key for bucket in self.buckets[unit]])
+        self.buckets[unit].clear()
+        for segments in self._managed:
+            self.buckets[unit] += self._divide(unit, segments)
+        for bucket in self.buckets[unit]:
+            self._write(bucket)
+            with leased(self._store, bucket.key, "rw") as state:
+                for piece in bucket.pieces:
+                    place = places[piece.segment.name]
+                    first = place.offset // piece.segment.dtype.itemsize + piece.start
+                    views = zip(piece.layout.fields, piece.views(state), whole[place.span], strict=True)
+                    for field, view, values in views:
+                        view.copy_(values[first // field.numel_per_entry :][: view.numel()])
+                    del view, views  # lifetime: as everywhere, before the lease
+                del state
+
+    def _whole_fields(self, unit: Unit, old: UnitLayout, places: Mapping[str, Place]) -> dict[int, list[torch.Tensor]]:
+        """Gather the state of ``unit``, laid out as its parameters are: by span, an array of each field, all ranks'."""
+        whole: dict[int, list[torch.Tensor]] = {}
+        for number, span in enumerate(old.spans):
+            if not span.trainable:
+                continue
+            fields = self._layouts.of(span.dtype).fields
+            numel = span.shard_nbytes // span.dtype.itemsize
+            shards = [torch.zeros(f.length(numel), dtype=f.dtype, device="cpu") for f in fields]
+            for bucket in self.buckets[unit]:
+                with leased(self._store, bucket.key, "r") as state:
+                    for piece in bucket.pieces:
+                        place = places[piece.segment.name]
+                        if place.span == number:
+                            first = place.offset // span.dtype.itemsize + piece.start - unit.comm.rank * numel
+                            for field, shard, view in zip(fields, shards, piece.views(state), strict=True):
+                                shard[first // field.numel_per_entry :][: view.numel()].copy_(view)
+                            del view
+                    del state
+            gathered = unit.comm.all_gather([shard.view(torch.uint8) for shard in shards])
+            whole[number] = [each.view(field.dtype) for field, each in zip(fields, gathered, strict=True)]
+        return whole
+
     def adopt(self) -> None:
         """Use the buckets that the store holds already; reserve the space that the second extent sets will take.
 
@@ -234,7 +284,7 @@ class OptimizerState:
         offsets = offsets_of(bucket.pieces[0].segment.unit.segments)
         for piece in bucket.pieces:
             if piece.segment in offsets:  # or the parameter is its own master
-                start = offsets[piece.segment] + piece.start
+                start = offsets[piece.segment] + piece.start - piece.segment.stretch.start
                 for tile, first, last in self._tiles(piece, state):
                     self._attach(tile, masters[start + first : start + last], None)
 
@@ -288,7 +338,7 @@ class OptimizerState:
     def gather(self, segment: Segment, memory: FileMemory | None = None) -> dict[str, torch.Tensor]:
         """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides.
 
-        They lie in ``memory``, or in ordinary memory.
+        They lie in ``memory``, or in ordinary memory. Elements of other ranks' shards are undefined.
         """
         with self._store.working_set.mark:
             dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
@@ -298,17 +348,18 @@ class OptimizerState:
             names = moments + (["master"] if layout.master is not None else [])
             empty = functools.partial(torch.empty_strided, device="cpu") if memory is None else memory.empty
             flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
+            first = segment.stretch.start
             with self._readable(segment) as hi:
                 for tile, start, stop in self._stretches(segment, "r"):
-                    rows = tile.rows(self._scratch)
+                    rows, its = tile.rows(self._scratch), slice(start - first, stop - first)
                     values = tile.decode_moments(rows)
                     for name, value in zip(moments, values, strict=False):  # all of them, or none
                         flats[name][start:stop].copy_(value)
                     if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
                         tile.master[-1] = flats[self._names[layout.marks]][start:stop]
                     if layout.master is not None:
-                        master = flats["master"][start:stop].copy_(tile.decode_master(hi[start:stop], rows))
-                        master.masked_fill_(hi[start:stop].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
+                        master = flats["master"][start:stop].copy_(tile.decode_master(hi[its], rows))
+                        master.masked_fill_(hi[its].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
                     tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
             shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
             step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
@@ -319,9 +370,9 @@ class OptimizerState:
         with self._store.working_set.mark:
             if not state or "master" not in state or self._layouts.of(segment.dtype).master is None:
                 return
-            master = _in_memory_order(segment, state["master"])
+            master = _in_memory_order(segment, state["master"])[segment.stretch.start : segment.stretch.stop]
             with self._readable(segment) as hi:
-                for start in range(0, segment.numel, _CHECKED_NUMEL):
+                for start in range(0, len(segment.stretch), _CHECKED_NUMEL):
                     mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
                     lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
                     fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
@@ -350,9 +401,10 @@ class OptimizerState:
                 self.begun.discard(segment)
             layout = self._layouts.of(segment.dtype)
             self._scratch.dither.aim_at_nearest()
+            first = segment.stretch.start
             with self._readable(segment) as hi:
                 for tile, start, stop in self._stretches(segment, "rw"):
-                    rows = tile.rows(self._scratch)
+                    rows, its = tile.rows(self._scratch), slice(start - first, stop - first)
                     values = tile.decode_moments(rows)  # only to be overwritten
                     for name, value in zip(self._names, values, strict=True):
                         value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
@@ -361,8 +413,8 @@ class OptimizerState:
                             value.abs_()  # the sign of a zero or a NaN would be a mark
                     tile.encode_moments(values, rows, self._scratch)
                     if layout.master is not None:
-                        master = flats["master"][start:stop] if "master" in flats else hi[start:stop].float()
-                        self._attach(tile, master, hi[start:stop])
+                        master = flats["master"][start:stop] if "master" in flats else hi[its].float()
+                        self._attach(tile, master, hi[its])
                     tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
 
     def reset(self, segment: Segment) -> None:
@@ -403,12 +455,12 @@ class OptimizerState:
 
     @contextlib.contextmanager
     def _readable(self, segment: Segment) -> Iterator[torch.Tensor]:
-        """Lease the parameter's values: (numel,) in memory order."""
+        """Lease the parameter's values in this rank's shard: (len(stretch),) in memory order."""
         if isinstance(segment, PlainSegment):
             yield segment.memory()
             return
         with leased(self._store, segment.unit.keys[segment.span], "r") as span:
-            flat = segment.flat(span)
+            flat = segment.piece(span)
             del span
             yield flat
             del flat

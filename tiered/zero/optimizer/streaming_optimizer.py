@@ -212,12 +212,14 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         units += [self._plain] if self._plain is not None else []
         managed: list[Collection[Segment]] = [{s for p, s in self._segments.items() if p.requires_grad}]
         before = None  # the place where updates were computed
-        numel = bucket_numel_for(sum(s.numel for s in unit.segments if s in managed[0]) for unit in units)
+        numel = bucket_numel_for(
+            [-(-sum(s.numel for s in unit.segments if s in managed[0]) // unit.world) for unit in units]
+        )
         if committed is not None:
             with taking_apart("tiered.optimizer", by=self.title):
                 numel, before, managed = layout_of(committed, (s for unit in units for s in unit.segments))
         # Order: of those that are trained, as the shares of the budget were cut; a larger one takes more tiles.
-        tile_numel = tile_numel_for(numel, [s.numel for p, s in self._segments.items() if p.requires_grad])
+        tile_numel = tile_numel_for(numel, [len(s.stretch) for p, s in self._segments.items() if p.requires_grad])
         working_set = self._store.working_set
         tier = ComputeTier(working_set) if engine is None else engine.tier
         self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
@@ -240,13 +242,17 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._pipeline.close()
             raise
         self._is_behind = committed is not None  # the step counts of the state are still to be loaded
+        self._register()
+        self._is_attached = True
+        if engine is not None:
+            self._drive(engine)
+
+    def _register(self) -> None:
+        """Have the state ride along with the store's commits, which also propose how many steps were made."""
         own = {"state_dict": self.committed_state, "load_state_dict": self.load_committed_state}
         small = SimpleNamespace(**own, num_steps=lambda: max(self._state.steps.values(), default=0))
         self._store.register("tiered.optimizer", small)
         self._store.add_guard(self._guard)
-        self._is_attached = True
-        if engine is not None:
-            self._drive(engine)
 
     def _drive(self, engine: Engine) -> None:
         """Have the units of ``engine`` updated from now on, in a thread of their own."""
@@ -255,7 +261,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._store.add_producer(thread)
         engine.phase.updates_in_backward, engine.masters = self.in_backward, self._state
         engine.phase.must_resume = engine.phase.must_resume or self._is_behind
-        engine.attach(thread, self.submit, {unit: self._state.buckets[unit] for unit in engine.units})
+        buckets = {unit: self._state.buckets[unit] for unit in engine.units}
+        engine.attach(thread, self.submit, buckets, self._state.follow)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one optimizer step; returns the result of ``closure``.

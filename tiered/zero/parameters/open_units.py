@@ -62,7 +62,7 @@ class OpenUnits:
             self.thread = this_thread()
         gathered = unit.buffer.gathered
         assert gathered is not None
-        for span, tensor in enumerate(gathered.tensors):
+        for span, tensor in enumerate(gathered.whole):
             self._addresses[tensor.untyped_storage().data_ptr()] = (unit, span, gathered)
         self._units[unit] = None
 

@@ -18,7 +18,7 @@ from tiered.errors import UsageError
 from tiered.ranks.comm import NullComm
 from tiered.store.residency.residency import Residency
 from tiered.store.waiting.recorder import Begun
-from tiered.tiers.compute_tier import BufferState, ComputeTier, ParameterPlace, UnitBuffer
+from tiered.tiers.compute_tier import BufferState, Collectives, ComputeTier, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.tensor_without_bytes import placeholder, without_dispatch
 
@@ -58,12 +58,15 @@ class Segment:
     Strides are the parameter's own when it is dense, else those of a contiguous tensor. The values of a dense tensor,
     in the order they lie in memory, are ``numel`` consecutive elements from ``offset``. Its gradient lies at
     ``grad_offset`` of its unit's gradients, -1 where it has no place there: the span is frozen.
+
+    ``stretch`` has the elements that lie in this rank's shard, all of them on one rank. They begin at byte
+    ``shard_offset`` of the span's shard, and their gradient at ``shard_grad_offset`` of the unit's.
     """
 
     __slots__ = (
         "__weakref__", "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "name", "nbytes",
-        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "span", "strides",
-        "trainable", "unit", "was_trainable",
+        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "shard_grad_offset",
+        "shard_offset", "span", "stretch", "strides", "trainable", "unit", "was_trainable",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
@@ -79,6 +82,9 @@ class Segment:
         self.span = 0
         self.offset = 0
         self.grad_offset = -1
+        self.stretch = range(self.numel)
+        self.shard_offset = 0
+        self.shard_grad_offset = -1
         self.unit: Unit
         self.accumulated = False  # in the backward that runs now
         self.has_gradient = False  # since the last step
@@ -102,9 +108,16 @@ class Segment:
         """Return the view of this segment in its ``span`` with the parameter's shape and strides."""
         return self.flat(span).as_strided(self.shape, self.strides)
 
-    def gradient_flat(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the (numel,) view of this segment's gradient among its unit's ``gradients`` (uint8, whole)."""
-        return gradients[self.grad_offset : self.grad_offset + self.nbytes].view(self.dtype)
+    def piece(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the (len(stretch),) view of this segment in this rank's ``shard`` of its span, uint8."""
+        return self._piece(shard, self.shard_offset)
+
+    def gradient_piece(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the (len(stretch),) view of this segment's gradient in this rank's shard of its unit's, uint8."""
+        return self._piece(gradients, self.shard_grad_offset)
+
+    def _piece(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
+        return memory[offset : offset + len(self.stretch) * self.dtype.itemsize].view(self.dtype)
 
     def gradient_view(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the view of this segment's gradient with the parameter's shape and strides."""
@@ -167,9 +180,9 @@ class Unit:
     """
 
     __slots__ = (
-        "__weakref__", "_digests", "_known", "_opened", "_parameters", "_seen", "_token", "_use", "buffer", "engine",
-        "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner", "segments",
-        "tier", "trainable_keys", "version", "versions", "working_set",
+        "__weakref__", "_digests", "_known", "_opened", "_parameters", "_seen", "_token", "_use", "buffer", "comm",
+        "engine", "gradient_nbytes", "gradients", "key", "keys", "layout", "name", "nbytes", "num_ops", "owner",
+        "segments", "tier", "trainable_keys", "version", "versions", "working_set",
     )  # fmt: skip
 
     buffer: UnitBuffer
@@ -178,8 +191,12 @@ class Unit:
     gradients: Any  # UnitGradients, too
     layout: UnitLayout
 
-    def __init__(self, name: str, segments: Sequence[Segment], working_set: Residency, tier: ComputeTier) -> None:
+    def __init__(
+        self, name: str, segments: Sequence[Segment], working_set: Residency, tier: ComputeTier,
+        comm: Collectives = _ALONE,
+    ) -> None:  # fmt: skip
         self.name = name
+        self.comm = comm
         self.segments = list(segments)
         self.working_set = working_set
         self.tier = tier
@@ -195,7 +212,7 @@ class Unit:
         self._use = ""  # for which it was opened: "forward", "backward" or "open"
         for segment in self.segments:
             segment.unit = self
-        self.place(lay_out(name, [segment.spec for segment in self.segments]))
+        self.place(lay_out(name, [segment.spec for segment in self.segments], comm.world))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.segments)} parameters, {self.nbytes} B, {self.describe()})"
@@ -212,8 +229,12 @@ class Unit:
             segment.trainable = spec.trainable
             segment.span, segment.offset, segment.grad_offset = place
             pieces.append(ParameterPlace(place.span, place.offset // spec.dtype.itemsize, spec.shape, spec.strides))
+            segment.stretch, segment.shard_offset, segment.shard_grad_offset = range(0), 0, min(place.grad_offset, 0)
+        for number, start, stop, _, offset, grad_offset in layout.stretches(self.comm.rank):
+            segment = self.segments[number]
+            segment.stretch, segment.shard_offset, segment.shard_grad_offset = range(start, stop), offset, grad_offset
         spans = [(span.key, span.dtype) for span in layout.spans]
-        self.buffer = UnitBuffer(spans, pieces, tier=self.tier, comm=_ALONE)
+        self.buffer = UnitBuffer(spans, pieces, tier=self.tier, comm=self.comm)
 
     def keys_of(self, segments: Iterable[Segment]) -> dict[int, str]:
         """Return the keys of the spans in which ``segments`` lie, by the spans' numbers, in their order."""
@@ -222,6 +243,11 @@ class Unit:
     def describe(self) -> str:
         """Return the state in words, for messages."""
         return f"unit {self.name!r} {_WORDS[self.buffer.state]}"
+
+    @property
+    def world(self) -> int:
+        """How many ranks have a shard each of the unit."""
+        return self.layout.world
 
     @property
     def is_open(self) -> bool:
