@@ -41,7 +41,7 @@ def test_a_copy_that_is_needed_waits_for_no_copy_ahead(
         kept = tier.gather(["later"], "r")
         kept.use()
         for gathered, key in ((needed, "now"), (kept, "later")):
-            assert torch.equal(gathered.tensors[0].cpu(), values[key])
+            assert torch.equal(gathered.whole[0].cpu(), values[key])
             gathered.release(())
         tier.forget()
 

@@ -75,6 +75,8 @@ def test_bits(row: Any, accelerator: Any, tmp_path: Path) -> None:
     budget = ROOMY_NBYTES
     if is_tight:
         budget = smallest_device_memory(name, recipe, tmp_path / "refused", **options)
+        if name == "output_is_view_of_weight":  # views that the modules hand on keep the buffers of their units
+            budget += 2 * 4096
         options["hold"] = 0
     accelerator.reset()
     accelerator.set_query_delay(2)

@@ -83,7 +83,7 @@ def parameters(r: Rig) -> None:
             for stream in (r.here, r.side):
                 with on_stream(stream):
                     gathered.use()
-                    for tensor in gathered.tensors:
+                    for tensor in gathered.whole:
                         tensor.square()
             gathered.release(())
         for key in "abc":
@@ -97,7 +97,7 @@ def ahead(r: Rig) -> None:
         r.tier.gather_ahead(key)
         gathered = r.tier.gather([key], "r")
         gathered.use()
-        gathered.tensors[0].square()
+        gathered.whole[0].square()
         gathered.release(())
     r.tier.memory.forget()
     assert r.tier.gather_ahead("a")
@@ -218,7 +218,7 @@ def written(r: Rig) -> None:
     r.make("a", "b")
     gathered = r.tier.gather(["a"], "rw")
     gathered.use()
-    gathered.tensors[0].add_(1)
+    gathered.whole[0].add_(1)
     gathered.write_back()
     assert int(gathered.leases[0].tensor[0]) == 2
     gathered.release(())

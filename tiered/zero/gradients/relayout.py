@@ -111,8 +111,8 @@ class UnitLayouts:
         """Return how many units beside the root may be gathered at one time, and whether all stay until the backward.
 
         From the budgets and the sizes alone: one unit where the model computes in DRAM, two on a compute device, which
-        copies the next one in, and as many more of the largest as the bytes beyond the smallest budget hold. Units stay
-        where all keys and all gradients have room in DRAM at one time.
+        copies the next one in, and as many more of the largest as half of the bytes beyond the smallest budget hold.
+        The other half is for what the caller's tensors keep. Units stay where all keys and gradients have room in DRAM.
         """
         layouts, tier = [unit.layout for unit in self._units], self._units[0].tier
         if isinstance(tier, AcceleratorTier):
@@ -124,7 +124,7 @@ class UnitLayouts:
             if self.are_held and sum(needed) <= self._store.working_set.budget_bytes:
                 return len(layouts), True
         for nbytes in sorted([layout.nbytes for layout in layouts[1:]], reverse=True)[num:]:
-            spare -= nbytes
+            spare -= 2 * nbytes
             num += spare >= 0
         return num, False
 
