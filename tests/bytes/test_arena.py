@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bytes.fresh_arena import FreshArena
 from tests.bytes.moving import exit_code_of_child
 from tiered.bytes.arena import PAGE_NBYTES, AddressRanges, Arena, Buffer
 from tiered.errors import ClosedError, UsageError
@@ -215,8 +216,8 @@ def test_close_leaves_the_mapping_to_the_last_release() -> None:
         resident_nbytes(address)
 
 
-def test_without_reuse_a_released_buffer_is_poisoned_and_its_address_never_comes_again() -> None:
-    arena = Arena(2 * MiB, reuse=False)
+def test_a_released_buffer_of_a_fresh_arena_is_poisoned_and_its_address_never_comes_again() -> None:
+    arena = FreshArena(2 * MiB)
     seen: set[int] = set()
     for _ in range(50):
         buffer = lease(arena, 1 * MiB)
@@ -235,8 +236,8 @@ def test_without_reuse_a_released_buffer_is_poisoned_and_its_address_never_comes
     arena.close()
 
 
-def test_without_reuse_only_the_newest_poison_occupies_memory() -> None:
-    arena = Arena(64 * MiB, reuse=False)
+def test_only_the_newest_poison_of_a_fresh_arena_occupies_memory() -> None:
+    arena = FreshArena(64 * MiB)
     base = 0
     for _ in range(6):
         buffer = lease(arena, 64 * MiB)

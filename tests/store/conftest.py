@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.bytes.fresh_arena import FreshArena
 from tests.bytes.registrars import WatchedRegistrar
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store import rig
 from tests.store.catalogs import SqliteHome
 from tests.store.places import quick_directory, short_files
 from tests.store.rig import BUDGET_NBYTES, GatedStore, pinned_arena, simulated_store
-from tiered.bytes.arena import Arena
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
 from tiered.units import MiB
@@ -91,7 +91,7 @@ def any_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     elif kind == "durable=False":
         made = Store(tmp_path / "swap", dram="16MiB", durable=False)
     else:
-        arena = Arena(16 * MiB, reuse=False) if "debug" in kind else None
+        arena = FreshArena(16 * MiB) if "debug" in kind else None
         made = Store(tmp_path / "run", dram="16MiB", _arena=arena)
     yield made
     made.close()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from tests.bytes.fresh_arena import FreshArena
 from tests.devices.adaptor import Adaptor, relay
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store.histories import History, Write, content
@@ -161,7 +162,8 @@ class Life:
     def _open(self, *, is_sound: bool = False) -> Store:
         if self.engine != "simulated":
             paths = [self.place / f"{self.seed}-{index}" for index in range(self.num_devices)]
-            return Store(*paths, engine=self.engine, _arena=Arena(self.budget_nbytes, reuse=self.seed % 2 == 0))
+            kind = Arena if self.seed % 2 == 0 else FreshArena
+            return Store(*paths, engine=self.engine, _arena=kind(self.budget_nbytes))
 
         def late(device: Device) -> Device:
             return device if is_sound else LateDevice(device, self.seed, is_faulty=self.is_faulty)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tiered
+from tests.bytes.fresh_arena import FreshArena
 from tests.models import CASES, Case
 from tests.reference import Recipe, Trained, keep_moments, train
-from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
 from tiered.store.residency.swap_in_out import SwapInOut
 from tiered.zero import layout
@@ -36,7 +36,7 @@ SEED = 7
 @contextmanager
 def debug_store(directory: Path, nbytes: int = ROOMY_NBYTES, **options: Any) -> Iterator[tiered.Store]:
     """Open a store whose arena poisons what is released and never leases an address again."""
-    arena = Arena(nbytes, reuse=False)
+    arena = FreshArena(nbytes)
     with tiered.Store(directory, dram=nbytes, _arena=arena, **options) as store:
         yield store
     assert arena.peak_nbytes <= nbytes

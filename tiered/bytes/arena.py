@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 
 from tiered.bytes.exit_and_fork import Process, this_process
 from tiered.errors import CapacityError, ClosedError
-from tiered.units import GiB, KiB, MiB, format_bytes, round_up
+from tiered.units import KiB, MiB, format_bytes, round_up
 
 __all__ = [
     "DONTNEED",
@@ -244,8 +243,6 @@ PAGE_NBYTES = 4 * KiB
 """Buffers start at, and are, multiples of this."""
 
 _SLACK_NBYTES = 64 * MiB  # address space, not memory: room for buffers of odd sizes in a small arena
-_DEBUG_RANGE_NBYTES = 64 * GiB  # address space an arena without reuse maps at a time
-_POISONED_NBYTES = 256 * MiB  # released bytes an arena without reuse keeps filled with 0xFF
 
 _HUGE_PAGE_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -329,28 +326,24 @@ class Arena:
     and where one must be made of cold pages, warm ranges elsewhere are given back to the kernel first. The invariant:
     leased + warm bytes <= budget (plus at most a huge page at each end of a warm range).
 
-    ``reuse=False`` is a debugging aid: a released buffer is filled with 0xFF and its addresses are never leased again,
-    so that a use after release shows. All methods are thread-safe. After a fork the child must not use the arena:
-    its memory does not exist there, and methods raise UsageError.
+    All methods are thread-safe. After a fork the child must not use the arena: its memory does not exist there, and
+    methods raise UsageError.
     """
 
     is_pinned = False  # page-locked for an accelerator
     why_pageable: str | None = "it serves no accelerator"
     keeps_pages = False  # free memory, once touched, stays with the process
 
-    def __init__(self, nbytes: int, *, reuse: bool = True) -> None:
+    def __init__(self, nbytes: int) -> None:
         """Map the address space for a budget of ``nbytes``. Raises ValueError; CapacityError when there is none."""
         if nbytes < 0:
             raise ValueError(f"an arena needs a budget of 0 bytes or more, got {nbytes}")
         self.nbytes = nbytes
-        self._reuse = reuse
         self._process = this_process()
         self._lock = threading.Lock()
         self._is_closed = False
         self._mappings: list[MemoryMapping] = []
         self._free = AddressRanges()
-        self._poisoned: deque[tuple[int, int]] = deque()  # (start, end) of released ranges, oldest first
-        self._poisoned_nbytes = 0
         self._leased_nbytes = 0
         self._peak_nbytes = 0
         self._discarded_nbytes = 0
@@ -459,14 +452,10 @@ class Arena:
 
     def _first_sizes(self) -> list[int]:
         """Return how much address space to map at first: the largest of these that the kernel grants."""
-        if self._reuse:
-            return [max(4 * self.nbytes, self.nbytes + _SLACK_NBYTES), self.nbytes + _SLACK_NBYTES, self.nbytes]
-        return [_DEBUG_RANGE_NBYTES + self.nbytes]
+        return [max(4 * self.nbytes, self.nbytes + _SLACK_NBYTES), self.nbytes + _SLACK_NBYTES, self.nbytes]
 
     def _place(self, size: int) -> int | None:
         """Take ``size`` bytes of free addresses, which the budget allows; None where they are too scattered."""
-        if not self._reuse:
-            return self._place_anew(size)
         start = self._free.find_warm(size)
         if start is None:
             start = self._free.find_any(size)
@@ -480,28 +469,7 @@ class Arena:
 
     def _take_back(self, start: int, end: int) -> None:
         """Add released addresses to the free ones."""
-        if self._reuse:
-            self._free.insert(start, end, is_warm=True)
-        else:
-            self._poison(start, end)
-
-    def _place_anew(self, size: int) -> int:
-        """Return addresses that were never leased."""
-        start = self._free.find_any(size)
-        if start is None:
-            self._map([_DEBUG_RANGE_NBYTES + size])
-            start = self._mappings[-1].start
-        self._free.take(start, start + size)
-        return start
-
-    def _poison(self, start: int, end: int) -> None:
-        ctypes.memset(start, 0xFF, end - start)
-        self._poisoned.append((start, end))
-        self._poisoned_nbytes += end - start
-        while self._poisoned_nbytes > _POISONED_NBYTES:
-            start, end = self._poisoned.popleft()
-            advise(start, end - start, DONTNEED)
-            self._poisoned_nbytes -= end - start
+        self._free.insert(start, end, is_warm=True)
 
     def _discard(self, excess: int) -> None:
         """Give at least ``excess`` warm free bytes back to the kernel, if so many are warm."""
@@ -544,7 +512,6 @@ class Arena:
         while self._mappings:
             self._mappings.pop().unmap()
         self._free = AddressRanges()
-        self._poisoned.clear()
 
 
 def _end(on_dead: Callable[[_T], object], alias: _T, action: Callable[[], object]) -> None:

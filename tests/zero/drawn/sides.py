@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import tiered
+from tests.bytes.fresh_arena import FreshArena
 from tests.reference import OPTIMIZERS
 from tests.zero.drawn.plan import Plan
 from tests.zero.training import squeeze
-from tiered.bytes.arena import Arena
 from tiered.errors import CapacityError
 
 __all__ = ["Plain", "Side", "Tiered"]
@@ -217,7 +217,7 @@ class Tiered(Side):
 
     def _build(self) -> None:
         plan = self.plan
-        arena = Arena(self.nbytes, reuse=False)
+        arena = FreshArena(self.nbytes)
         directory = self._place / str(self.num)
         self.store = store = tiered.Store(
             directory, dram=self.nbytes, _arena=arena, durable=plan.durable, engine=plan.engine
