@@ -54,9 +54,8 @@ def test_an_allocation_succeeds_if_and_only_if_the_budget_allows_it(seed: int) -
         assert (buffer is not None) == fits
         if buffer is not None:
             held.append(buffer)
-        statistics = arena.statistics()
-        assert statistics.leased_nbytes == sum(b.nbytes for b in held)
-        assert statistics.leased_nbytes + statistics.warm_nbytes <= arena.nbytes
+        assert arena.leased_nbytes == sum(b.nbytes for b in held)
+        assert arena.leased_nbytes + arena._free.warm_nbytes <= arena.nbytes
     spans = sorted((b.address, b.address + b.nbytes) for b in held)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     for buffer in held:
@@ -119,9 +118,9 @@ def test_steady_use_gives_nothing_back_to_the_kernel() -> None:
     for _ in range(3):
         for buffer in [lease(arena, nbytes) for nbytes in sizes]:
             arena.release(buffer)
-    discarded = arena.statistics().discarded_nbytes
+    discarded = arena.discarded_nbytes
     addresses = {b.address for _ in range(20) for b in lease_and_release(arena, sizes)}
-    assert arena.statistics().discarded_nbytes == discarded
+    assert arena.discarded_nbytes == discarded
     assert len(addresses) == len(sizes)
     arena.close()
 
@@ -173,7 +172,7 @@ def test_an_empty_buffer_and_an_empty_alias_work() -> None:
     del view
     assert dead.get_nowait() == "gone"
     arena.release(buffer)
-    assert arena.statistics().num_leased == 0
+    assert not arena._num_leased
     arena.close()
 
 

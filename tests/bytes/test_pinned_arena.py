@@ -172,8 +172,7 @@ def test_pages_are_never_given_back_to_the_kernel() -> None:
         arena.release(buffer)
         for num_pages in (1, 16, 3, 15):
             arena.release(lease(arena, num_pages))
-        statistics = arena.statistics()
-        assert statistics.discarded_nbytes == 0 and statistics.warm_nbytes == arena.nbytes
+        assert arena.discarded_nbytes == 0 and arena._free.warm_nbytes == arena.nbytes
         buffer = lease(arena, 8)
         assert bytes(buffer.memory) == b"a" * buffer.nbytes
         arena.release(buffer)
@@ -339,10 +338,8 @@ def test_leases_never_overlap_and_one_succeeds_if_and_only_if_a_free_range_is_as
             taken = sorted(place(each) for each in held if each.nbytes)
             assert all(first + nbytes <= second for (first, nbytes), (second, _) in itertools.pairwise(taken))
             assert all(start <= first and first + nbytes <= start + 20 * PAGE for first, nbytes in taken)
-            statistics = arena.statistics()
-            assert statistics.leased_nbytes == sum(each.nbytes for each in held) <= statistics.peak_nbytes
-            assert statistics.leased_nbytes + statistics.warm_nbytes == arena.nbytes
-            assert arena.free_nbytes == statistics.warm_nbytes
+            assert arena.leased_nbytes == sum(each.nbytes for each in held) <= arena.peak_nbytes
+            assert arena.free_nbytes == arena._free.warm_nbytes
         for buffer in held:
             arena.release(buffer)
 

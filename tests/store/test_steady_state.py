@@ -40,7 +40,7 @@ def test_a_thousand_cycles_leave_nothing_behind(tmp_path: Path) -> None:
                 cycle(store, step, out)
             gc.collect()
             before = tracemalloc.get_traced_memory()[0]
-            arena, files = store._parts.arena.statistics().discarded_nbytes, store.statistics().file_bytes
+            arena, files = store._parts.arena.discarded_nbytes, store.statistics().file_bytes
             for step in range(1000):
                 cycle(store, step, out)
             gc.collect()
@@ -48,5 +48,5 @@ def test_a_thousand_cycles_leave_nothing_behind(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         # Of 500 MiB that went through. Buffers of 320 KiB come between those of 512; when, depends on the drive.
-        assert store._parts.arena.statistics().discarded_nbytes - arena <= 4 * MiB
+        assert store._parts.arena.discarded_nbytes - arena <= 4 * MiB
         assert store.statistics().file_bytes == files

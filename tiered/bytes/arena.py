@@ -14,12 +14,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from tiered.bytes import kernel_file
 from tiered.bytes.exit_and_fork import Process, this_process
 from tiered.errors import CapacityError, ClosedError
 from tiered.units import KiB, MiB, format_bytes, round_up
@@ -250,19 +250,6 @@ _T = TypeVar("_T")
 _log = logging.getLogger("tiered")
 
 
-@dataclass(frozen=True, slots=True)
-class ArenaStatistics:
-    """The bytes of an arena now; leased + warm never exceeds the budget."""
-
-    nbytes: int  # the budget
-    leased_nbytes: int
-    peak_nbytes: int  # most bytes leased at one time
-    warm_nbytes: int  # free bytes that still occupy memory; all that are free where pages stay with the process
-    discarded_nbytes: int  # warm bytes given back to the kernel since the start; steady use keeps this constant
-    num_leased: int
-    has_huge_pages: bool
-
-
 Watched = weakref.ref[ctypes.Array[ctypes.c_uint8]]
 
 
@@ -346,9 +333,9 @@ class Arena:
         self._free = AddressRanges()
         self._leased_nbytes = 0
         self._peak_nbytes = 0
-        self._discarded_nbytes = 0
+        self.discarded_nbytes = 0  # warm bytes given back to the kernel so far; steady use keeps this constant
         self._num_leased = 0
-        self._has_huge_pages = _has_huge_pages()
+        _warn_of_small_pages()
         self._map(self._first_sizes())
 
     @property
@@ -422,18 +409,6 @@ class Arena:
                 self._unmap()
         return True
 
-    def statistics(self) -> ArenaStatistics:
-        """Return the counts of the arena's bytes now. Does not block."""
-        return ArenaStatistics(
-            nbytes=self.nbytes,
-            leased_nbytes=self._leased_nbytes,
-            peak_nbytes=self._peak_nbytes,
-            warm_nbytes=self._free.warm_nbytes,
-            discarded_nbytes=self._discarded_nbytes,
-            num_leased=self._num_leased,
-            has_huge_pages=self._has_huge_pages,
-        )
-
     def close(self) -> None:
         """Refuse new leases and unmap; while buffers are leased, the release of the last one unmaps. Idempotent."""
         if not self._process.is_here:
@@ -483,7 +458,7 @@ class Arena:
                 self._free.take(inner_start, inner_end)
                 advise(inner_start, inner_end - inner_start, DONTNEED)
                 self._free.insert(inner_start, inner_end, is_warm=False)
-                self._discarded_nbytes += inner_end - inner_start
+                self.discarded_nbytes += inner_end - inner_start
                 excess -= inner_end - inner_start
                 if excess <= 0:
                     return
@@ -519,17 +494,12 @@ def _end(on_dead: Callable[[_T], object], alias: _T, action: Callable[[], object
     action()
 
 
-def _has_huge_pages() -> bool:
-    """Return whether the kernel grants huge pages on request, and warn where it does not."""
-    try:
-        has_huge_pages = "[never]" not in _HUGE_PAGE_SETTING.read_text()
-    except OSError:
-        has_huge_pages = False
-    if not has_huge_pages:
+def _warn_of_small_pages() -> None:
+    """Warn where the kernel grants no huge pages on request."""
+    if kernel_file.choice(_HUGE_PAGE_SETTING) in (None, "never"):
         _log.warning(
             "no huge pages (%s is missing or says never): direct I/O will run at about a third of its bandwidth; "
             "as root: echo madvise > %s",
             _HUGE_PAGE_SETTING,
             _HUGE_PAGE_SETTING,
         )
-    return has_huge_pages
