@@ -23,7 +23,6 @@ from tiered.bytes.device.profile import (
     find_profile,
     load_link_profile,
     load_profile,
-    write_link_profile,
     write_profile,
 )
 from tiered.bytes.device.uring import UringDevice
@@ -311,7 +310,7 @@ class TestLink:
     def test_both_are_found_from_below(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         write_profile(tmp_path, PROFILE)
         assert load_link_profile(tmp_path) is None
-        assert write_link_profile(tmp_path, self.LINK) == tmp_path / LINK_PROFILE_NAME
+        assert write_profile(tmp_path, self.LINK) == tmp_path / LINK_PROFILE_NAME
         for directory in (tmp_path, tmp_path / "runs" / "demo"):
             assert (load_profile(directory), load_link_profile(directory)) == (PROFILE, self.LINK)
         assert json.loads((tmp_path / LINK_PROFILE_NAME).read_bytes()) == asdict(self.LINK)
@@ -325,13 +324,13 @@ class TestLink:
     def test_nonsense_is_one_warning(
         self, values: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        file = write_link_profile(tmp_path, self.LINK)
+        file = write_profile(tmp_path, self.LINK)
         file.write_text(json.dumps(asdict(self.LINK) | values))
         for _ in range(2):
             assert load_link_profile(tmp_path) is None
         (warning,) = warnings(caplog)
         assert str(file) in warning and warning.endswith(f"tiered bench {tmp_path} --device auto")
-        write_link_profile(tmp_path, self.LINK)  # as a bench does
+        write_profile(tmp_path, self.LINK)  # as a bench does
         assert load_link_profile(tmp_path) == self.LINK
 
 

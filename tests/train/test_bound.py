@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tiered
-from tiered.bytes.device.profile import LinkProfile, Profile, write_link_profile, write_profile
+from tiered.bytes.device.profile import LinkProfile, Profile, write_profile
 from tiered.tools.bench.report import Bandwidth
 from tiered.tools.train.summary import Bound, profiled_bandwidth, profiled_link
 
@@ -121,6 +121,6 @@ def test_the_bandwidth_of_a_link_is_that_of_a_device_of_the_type(tmp_path: Path)
         device="cuda", in_bytes_per_s=25e9, out_bytes_per_s=20e9, duplex=0.8,
         measured_at="2026-11-21T03:50:00+00:00", kernel="6.18",
     )  # fmt: skip
-    write_link_profile(tmp_path / "a", profile)
+    write_profile(tmp_path / "a", profile)
     assert profiled_link(directories, "cuda") == Bandwidth(25e9, 20e9, 0.8)
     assert profiled_link(directories, "xpu") is None

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from tiered.bytes.device.direct_io import MIN_ALIGNMENT
 from tiered.bytes.device.files import translate
+from tiered.bytes.private_file import create_private_file, fsync_directory
 from tiered.units import GiB
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "find_profile",
     "load_link_profile",
     "load_profile",
-    "write_link_profile",
     "write_profile",
 ]
 
@@ -86,28 +86,6 @@ def _check_private(status: os.stat_result) -> None:
         raise ValueError(f"it belongs to user {status.st_uid}, neither you nor root")
     if status.st_mode & 0o022:
         raise ValueError(f"others may write to it ({stat.filemode(status.st_mode)})")
-
-
-def _replace(descriptor: int, name: str, content: bytes) -> None:
-    """Make ``content`` the file ``name`` in the directory open as ``descriptor``, durably. Raises OSError."""
-    temporary = f"{name}.{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o600, dir_fd=descriptor)
-    try:
-        try:
-            os.fchmod(fd, 0o600)  # against the umask
-            with memoryview(content) as rest:
-                done = 0
-                while done < len(rest):
-                    done += os.write(fd, rest[done:])
-            os.fsync(fd)  # order: before the rename, or a power cut could leave the name on an empty file
-        finally:
-            os.close(fd)
-        os.rename(temporary, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
-    except BaseException:
-        os.unlink(temporary, dir_fd=descriptor)
-        raise
-    os.fsync(descriptor)
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------
@@ -201,17 +179,31 @@ def find_profile(directory: str | os.PathLike[str]) -> tuple[Profile | None, lis
     return _find(Profile, directory)
 
 
-def write_profile(directory: str | os.PathLike[str], profile: Profile) -> Path:
+def write_profile(directory: str | os.PathLike[str], profile: Profile | LinkProfile) -> Path:
     """Put ``profile`` into ``directory``, in place of an earlier one, and return its path; durable when it returns.
 
     The file is 0600 under any umask. At any instant either the old or the new profile is there. Raises TieredError.
     """
-    return _write(directory, profile)
-
-
-def write_link_profile(directory: str | os.PathLike[str], profile: LinkProfile) -> Path:
-    """Put ``profile`` into ``directory`` as ``write_profile`` does."""
-    return _write(directory, profile)
+    path = Path(directory) / _FILES[type(profile)][0]
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    content = f"{json.dumps(asdict(profile), indent=1)}\n".encode()
+    try:
+        try:
+            fd = create_private_file(temporary)
+            try:
+                while content:
+                    content = content[os.write(fd, content) :]
+                os.fsync(fd)  # order: before the rename, or a power cut could leave the name on an empty file
+            finally:
+                os.close(fd)
+            os.rename(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync_directory(path.parent)
+    except OSError as error:
+        raise translate(error, f"cannot write {path}") from error
+    return path
 
 
 _FILES = {Profile: (PROFILE_NAME, ""), LinkProfile: (LINK_PROFILE_NAME, " --device auto")}
@@ -241,20 +233,6 @@ def _find(kind: type[_T], directory: str | os.PathLike[str]) -> tuple[_T | None,
                 f"remove it, or measure again: tiered bench {place}{options}"
             )
     return None, complaints
-
-
-def _write(directory: str | os.PathLike[str], profile: Profile | LinkProfile) -> Path:
-    name = _FILES[type(profile)][0]
-    path = Path(directory) / name
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            _replace(descriptor, name, f"{json.dumps(asdict(profile), indent=1)}\n".encode())
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise translate(error, f"cannot write {path}") from error
-    return path
 
 
 def _parsed(kind: type[_T], values: dict[str, object]) -> _T:

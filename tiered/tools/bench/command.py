@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered.bytes.device.engines import DEVICES
-from tiered.bytes.device.profile import write_link_profile, write_profile
+from tiered.bytes.device.profile import write_profile
 from tiered.errors import TieredError, UsageError
 from tiered.tools.bench.accelerator import accelerator_of, measure_link, measure_swap
 from tiered.tools.bench.report import BenchReport, DirectoryReport, compute_verdict_of, verdict_of
@@ -158,7 +158,7 @@ def _keep_profiles(one: DirectoryReport, report: BenchReport) -> None:
         indent=2,
     )
     if found is not None:
-        kept = _kept(lambda: write_link_profile(one.directory, report.link_profile_of(found)))
+        kept = _kept(lambda: write_profile(one.directory, report.link_profile_of(found)))
         say(f"{found.device}: {found.link}; {kept}", indent=2)
 
 
