@@ -25,8 +25,10 @@ from tiered.errors import CapacityError, ClosedError
 from tiered.units import KiB, MiB, format_bytes, round_up
 
 __all__ = [
+    "DONTFORK",
     "DONTNEED",
     "HUGE_PAGE_NBYTES",
+    "MAP_FAILED",
     "PAGE_NBYTES",
     "AddressRanges",
     "Arena",
@@ -35,6 +37,7 @@ __all__ = [
     "Watched",
     "advise",
     "array_type",
+    "libc",
     "map_file",
 ]
 
@@ -42,12 +45,12 @@ __all__ = [
 HUGE_PAGE_NBYTES = 2 * MiB
 
 # <sys/mman.h> and <asm-generic/mman-common.h> on Linux
-DONTNEED = 4
-_DONTFORK, _HUGEPAGE, _DONTDUMP = 10, 14, 16
+DONTNEED, DONTFORK = 4, 10
+_HUGEPAGE, _DONTDUMP = 14, 16
 _PROT_READ_WRITE = 0x3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MAP_SHARED = 0x01
-_MAP_FAILED = ctypes.c_void_p(-1).value
+MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MemoryMapping:
@@ -71,12 +74,12 @@ class MemoryMapping:
         # Rounding up to a huge page leaves at least a small page of the extra one behind the usable range: a gap that
         # keeps the ranges of two mappings from ever being neighbours.
         total = nbytes + HUGE_PAGE_NBYTES
-        address = _libc().mmap(None, total, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
-        if address == _MAP_FAILED:
+        address = libc().mmap(None, total, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
+        if address == MAP_FAILED:
             return None
         # Order: all advice before the first touch. DONTFORK also keeps a fork from moving pages under running I/O.
         advise(address, total, _HUGEPAGE)
-        advise(address, total, _DONTFORK)
+        advise(address, total, DONTFORK)
         advise(address, total, _DONTDUMP)
         return cls(address, total, round_up(address, HUGE_PAGE_NBYTES), nbytes)
 
@@ -99,8 +102,8 @@ def map_file(fd: int, nbytes: int) -> memoryview:
 
     The descriptor may be closed then. Raises OSError.
     """
-    address = _libc().mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
-    if address == _MAP_FAILED:
+    address = libc().mmap(None, nbytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+    if address == MAP_FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     array = array_type(nbytes).from_address(address)
@@ -110,7 +113,7 @@ def map_file(fd: int, nbytes: int) -> memoryview:
 
 def _unmap(address: int, nbytes: int, process: Process) -> None:
     if process.is_here:  # a forked child has no such mapping, and may use its addresses for something else
-        _libc().munmap(address, nbytes)
+        libc().munmap(address, nbytes)
 
 
 @functools.lru_cache(maxsize=4096)  # a ctypes array type costs 20 us to make, and each size needs its own
@@ -120,18 +123,19 @@ def array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_uint8]]:
 
 
 @functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return libc
+def libc() -> ctypes.CDLL:
+    """Return the C library, with the types of mmap, munmap and madvise."""
+    found = ctypes.CDLL(None, use_errno=True)
+    found.mmap.restype = ctypes.c_void_p
+    found.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    found.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
     """Tell the kernel how the memory is used."""
-    _libc().madvise(address, nbytes, advice)  # only ever a hint, except DONTNEED, which cannot fail on our own pages
+    libc().madvise(address, nbytes, advice)  # only ever a hint, except DONTNEED, which cannot fail on our own pages
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

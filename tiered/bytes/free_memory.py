@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 import psutil
 
+from tiered.bytes import kernel_file
+
 __all__ = ["free_memory", "memory_limit", "memory_size"]
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -31,7 +33,7 @@ def memory_size(groups: Path = _GROUPS) -> int:
 
 def memory_limit(groups: Path = _GROUPS) -> int | str | None:
     """Return the least limit of the control groups in bytes, "unlimited" if none has one, None if none is readable."""
-    found = [group for group in _groups(groups) if _lines(group.directory / group.limit_name)]
+    found = [group for group in _groups(groups) if kernel_file.text(group.directory / group.limit_name)]
     limits = [limit for group in found if (limit := group.limit()) is not None]
     return min(limits) if limits else "unlimited" if found else None
 
@@ -46,14 +48,14 @@ class _Group(NamedTuple):
 
     def limit(self) -> int | None:
         """Return the bytes that the group may use, None where it has no limit of its own."""
-        text = "".join(_lines(self.directory / self.limit_name))
-        return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
+        limit = kernel_file.number(self.directory / self.limit_name)
+        return limit if limit is not None and 0 <= limit < _NO_LIMIT else None
 
     def used_nbytes(self) -> int:
         """Return the bytes that the group uses, without the page cache that can be reclaimed."""
-        used = _number("".join(_lines(self.directory / self.usage_name)))
-        lines = [line.split() for line in _lines(self.directory / "memory.stat")]
-        return used - sum(_number(count) for name, count in lines if name == self.cache_name)
+        used = kernel_file.number(self.directory / self.usage_name) or 0
+        lines = [line.split() for line in kernel_file.lines(self.directory / "memory.stat")]
+        return used - sum(int(count) for name, count in lines if name == self.cache_name and count.isdigit())
 
 
 def _groups(groups: Path) -> Iterator[_Group]:
@@ -61,7 +63,7 @@ def _groups(groups: Path) -> Iterator[_Group]:
 
     In a container the mount may show our own group as its root: then the others are missing, and nothing is lost.
     """
-    for line in _lines(Path(psutil.PROCFS_PATH, "self/cgroup")):
+    for line in kernel_file.lines(Path(psutil.PROCFS_PATH, "self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names = groups, ("memory.max", "memory.current", "inactive_file")
@@ -80,14 +82,3 @@ def _of_machine(figure: Literal["available", "total"]) -> list[int]:
         return [getattr(psutil.virtual_memory(), figure)]
     except OSError:
         return []
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isdigit() else 0

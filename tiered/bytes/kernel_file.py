@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-__all__ = ["choice", "number", "said", "text"]
+__all__ = ["choice", "lines", "number", "said", "text"]
 
 _NBYTES = 1 << 20  # /proc/cpuinfo of a large machine; no more is read of any file
 
@@ -17,6 +17,11 @@ def text(path: Path, most_nbytes: int = _NBYTES) -> str | None:
             return file.read(most_nbytes).decode(errors="replace").strip() or None
     except (OSError, ValueError):
         return None
+
+
+def lines(path: Path) -> list[str]:
+    """Return the lines of ``path``; none where it is missing, closed to us or empty."""
+    return (text(path) or "").splitlines()
 
 
 def number(path: Path) -> int | None:

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from tiered.bytes import kernel_file
 from tiered.errors import UsageError
 
 __all__ = ["create_private_file", "fsync_directory", "lock_owner", "refuse_trap"]
@@ -49,10 +50,6 @@ def lock_owner(fd: int) -> str:
     """Return the pid of a process that holds a lock on the file ``fd``, from the kernel's list; "" if it has none."""
     status = os.fstat(fd)
     place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    try:
-        with open("/proc/locks") as lines:
-            held = [line.split() for line in lines]
-    except OSError:
-        held = []
+    held = [line.split() for line in kernel_file.lines(Path("/proc/locks"))]
     pids = (words[4] for words in held if words[1] == "FLOCK" and place in words)
     return next((pid for pid in pids if pid.isdigit() and pid != "0"), "")

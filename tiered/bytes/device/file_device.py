@@ -18,7 +18,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from tiered.bytes.critical_section import CRITICAL_SECTION
 from tiered.bytes.device.base import Device, DeviceStatistics, Operation
@@ -98,6 +98,7 @@ _interval = _Interval()
 Place = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """A directory, whose files a device reads and writes; or the paths of external files, which it only reads."""
 
+_T = TypeVar("_T")
 _log = logging.getLogger("tiered")
 
 
@@ -206,14 +207,7 @@ class FileDevice(Device):
             self._check_open()
         if self._files.is_external and any(operation.is_write for operation in operations):
             raise UsageError(f"{self.name}: external files are only read, and were to be written")
-        with CRITICAL_SECTION.lock:
-            try:
-                with self._lock:
-                    if self._is_closed:
-                        raise ClosedError(f"{self.name} is closed")
-                    self._queue.put(operations)
-            finally:  # order: an exception after the queue has them must not leave them unseen
-                self._wake()
+        self._hand_over(self._queue.put, operations)
 
     def flush(self) -> None:
         """Make completed writes, growth and new files durable; blocks."""
@@ -320,6 +314,17 @@ class FileDevice(Device):
         os.fdatasync(fd)
 
     # Below: for the engines to call
+
+    def _hand_over(self, put: Callable[[_T], None], operations: _T) -> None:
+        """Have ``put``, of the queue, take ``operations``, and the engine see them. Raises ClosedError."""
+        with CRITICAL_SECTION.lock:
+            try:
+                with self._lock:
+                    if self._is_closed:
+                        raise ClosedError(f"{self.name} is closed")
+                    put(operations)
+            finally:  # order: an exception after the queue has them must not leave them unseen
+                self._wake()
 
     def _file_of(self, flight: InFlight) -> DataFile:
         """Return the file that ``flight`` moves bytes of; raises DeviceError when it does not reach so far."""

@@ -72,7 +72,7 @@ def find_mount(directory: str | os.PathLike[str], proc: Path = Path("/proc/self"
 def mounts(proc: Path = Path("/proc/self")) -> dict[int, Mount]:
     """Return all mounts of this process by their number; lines that cannot be understood are left out."""
     found = {}
-    for line in (kernel_file.text(proc / "mountinfo") or "").splitlines():
+    for line in kernel_file.lines(proc / "mountinfo"):
         try:
             fields, _, rest = line.partition(" - ")
             number, _, device, root, mount_point, options = fields.split(" ")[:6]

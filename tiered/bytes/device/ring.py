@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered.bytes.arena import DONTFORK, MAP_FAILED, advise, libc
 from tiered.errors import DeviceError
 
 __all__ = ["READ", "WRITE", "Ring", "address_of", "pin"]
@@ -39,7 +40,6 @@ _WAIT = _GETEVENTS | 1 << 3  # with a timeout (EXT_ARG)
 _REGISTER_FILES, _REGISTER_FILES_UPDATE = 2, 6
 _OFFSET_RINGS, _OFFSET_SQES = 0, 0x10000000
 _FIXED_FILE, _LINK = 1 << 0, 1 << 2
-_MADV_DONTFORK = 10
 _PAUSES_S = (0.005, 0.02, 0.05, 0)  # after ENOMEM: a closed ring is taken off the user's locked memory a little later
 
 _PARAMS = struct.Struct("=10I 8IQ 8IQ")  # 5 words, features, wq_fd, 3 reserved; offsets in the two rings
@@ -58,17 +58,11 @@ _GETEVENTS_ARG = struct.Struct("=QIIQ")
 _TIMESPEC = struct.Struct("=qq")
 
 Words = NDArray[np.int64]
-_libc = ctypes.CDLL(None, use_errno=True)
-_system_call = _libc.syscall
+_system_call = libc().syscall
 _brief_call = ctypes.PyDLL(None, use_errno=True).syscall  # keeps the interpreter's lock: for calls that never wait
 for _call in (_system_call, _brief_call):
     _call.argtypes = [ctypes.c_long] * 7
     _call.restype = ctypes.c_long
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.mmap.restype = ctypes.c_void_p
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FAILED = ctypes.c_void_p(-1).value
 _MAP_POPULATE = 0x8000
 
 
@@ -251,7 +245,7 @@ class Ring:
         fd, self._fd = self._fd, -1
         mappings, self._mappings = self._mappings, []
         for address, nbytes in mappings:
-            _libc.munmap(address, nbytes)
+            libc().munmap(address, nbytes)
         if fd >= 0:
             os.close(fd)
 
@@ -277,11 +271,11 @@ class Ring:
     def _map_part(self, nbytes: int, offset: int) -> int:
         # Lifetime: not mmap.mmap, which keeps a second descriptor of the ring.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED | _MAP_POPULATE, self._fd, offset)
-        if address == _MAP_FAILED:
+        address = libc().mmap(None, nbytes, protection, mmap.MAP_SHARED | _MAP_POPULATE, self._fd, offset)
+        if address == MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self._mappings.append((address, nbytes))
-        _libc.madvise(address, nbytes, _MADV_DONTFORK)  # a forked child must not reach the parent's ring
+        advise(address, nbytes, DONTFORK)  # a forked child must not reach the parent's ring
         return int(address)
 
 

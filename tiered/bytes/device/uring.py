@@ -19,7 +19,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from tiered.bytes.critical_section import CRITICAL_SECTION, ServiceThread
+from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass, Operation, OperationList
 from tiered.bytes.device.file_device import FileDevice, Place
 from tiered.bytes.device.files import DataFile, translate
@@ -34,7 +34,7 @@ from tiered.bytes.device.queue import (
     Requests,
 )
 from tiered.bytes.device.ring import READ, WRITE, Ring, address_of, pin
-from tiered.errors import ClosedError, DeadlineError, DeviceError, TieredError
+from tiered.errors import DeadlineError, DeviceError, TieredError
 from tiered.units import GiB, KiB, MiB
 
 __all__ = ["UringDevice", "WakeUp"]
@@ -186,14 +186,7 @@ class UringDevice(FileDevice):
             super().submit_list(operations)
             return
         self._check_open()
-        with CRITICAL_SECTION.lock:
-            try:
-                with self._lock:
-                    if self._is_closed:
-                        raise ClosedError(f"{self.name} is closed")
-                    self._queue.put_list(operations)
-            finally:  # order: as in ``submit``
-                self._wake()
+        self._hand_over(self._queue.put_list, operations)
 
     def _wake(self) -> None:
         self._wake_up.wake()
