@@ -81,7 +81,6 @@ class ExternalFiles(NumberedFiles):
         return {number: round_up(file.nbytes, self.alignment) for number, file in self._files.items()}
 
     def path(self, file: int) -> str:
-        """Return the absolute path of ``file``."""
         return self._paths[file] if 0 <= file < len(self._paths) else f"external file {file}, which was not given,"
 
     def changed(self, file: int | None = None, *, ignores_ctime: bool = False) -> str | None:

@@ -176,7 +176,6 @@ class FileDevice(Device):
         return {file: nbytes // self.alignment * self.alignment for file, nbytes in self._files.sizes().items()}
 
     def grow(self, file: int, nbytes: int) -> None:
-        """Make ``file`` at least ``nbytes`` long; blocks."""
         self._check_open()
         if nbytes % self.alignment:
             raise ValueError(f"{self.path(file)} cannot be {nbytes} bytes: not a multiple of {self.alignment}")
@@ -184,19 +183,16 @@ class FileDevice(Device):
             self._files.grow(file, nbytes)
 
     def punch(self, file: int, start: int, end: int) -> bool:
-        """Give the space of [start, end) of ``file`` to the file system; blocks. False where that has no holes."""
         self._check_open()
         with CRITICAL_SECTION.lock:
             return self._files.punch(file, start, end)
 
     def fill(self, file: int, start: int, end: int) -> None:
-        """Allocate [start, end) of ``file``, where there may be holes; blocks."""
         self._check_open()
         with CRITICAL_SECTION.lock:
             self._files.fill(file, start, end)
 
     def holes(self, file: int) -> list[tuple[int, int]]:
-        """Return start and end of each range of ``file`` that has, or may have, no space of its own; blocks."""
         self._check_open()
         with CRITICAL_SECTION.lock:
             return self._files.holes(file)
@@ -210,7 +206,6 @@ class FileDevice(Device):
         self._hand_over(self._queue.put, operations)
 
     def flush(self) -> None:
-        """Make completed writes, growth and new files durable; blocks."""
         self._check_open()
         with CRITICAL_SECTION.lock:
             self._files.flush(self._fdatasync)
@@ -218,12 +213,10 @@ class FileDevice(Device):
                 self._num_flushes += 1
 
     def free_bytes(self) -> int:
-        """Return how many more bytes ``grow`` could allocate."""
         self._check_open()
         return self._files.free_bytes() // self.alignment * self.alignment
 
     def path(self, file: int) -> str:
-        """Return the path of ``file``."""
         return self._files.path(file)
 
     def descriptor(self, file: int) -> int:
@@ -235,7 +228,6 @@ class FileDevice(Device):
         return found.fd
 
     def statistics(self) -> DeviceStatistics:
-        """Return the counters."""
         self._process.check(self.name)
         with CRITICAL_SECTION.lock, self._lock:
             return DeviceStatistics(

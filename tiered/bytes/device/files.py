@@ -216,11 +216,9 @@ class DataFiles(NumberedFiles):
             undo.pop_all()
 
     def path(self, file: int) -> str:
-        """Return the path of ``file`` for messages."""
         return f"{self._directory}/{'(scratch)' if file == SCRATCH else _file_name(file)}"
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the file system."""
         try:
             status = os.fstatvfs(self._descriptor)
         except OSError as error:
@@ -228,7 +226,6 @@ class DataFiles(NumberedFiles):
         return status.f_bavail * status.f_frsize
 
     def grow(self, file: int, nbytes: int) -> None:
-        """Make ``file`` at least ``nbytes`` long, really allocated; on failure it is as it was."""
         with self._grow_lock:
             self._check_open()
             data_file = self._files.get(file)

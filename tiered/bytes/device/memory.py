@@ -126,24 +126,20 @@ class MemoryDevice(Device):
         self._num_reads = self._num_writes = self._num_flushes = self._num_in_flight = 0
 
     def files(self) -> dict[int, int]:
-        """Return the number and size of each file."""
         return self._disk.sizes(self._index)
 
     def grow(self, file: int, nbytes: int) -> None:
-        """Make ``file`` at least ``nbytes`` long."""
         self._check_open()
         assert nbytes % self.alignment == 0, f"{self.path(file)} cannot be {nbytes} bytes: unaligned"
         if nbytes > self.files().get(file, -1):
             self._disk.grow(self._index, file, nbytes, self.path(file))
 
     def punch(self, file: int, start: int, end: int) -> bool:
-        """Give [start, end) of ``file`` back to the disk."""
         self._check_open()
         self._disk.punch(self._index, file, start, end, self.path(file))
         return True
 
     def fill(self, file: int, start: int, end: int) -> None:
-        """Take [start, end) of ``file`` from the disk again."""
         self._check_open()
         self._disk.fill(self._index, start, end, self.path(file))
 
@@ -168,7 +164,6 @@ class MemoryDevice(Device):
             operation.on_done(operation)
 
     def flush(self) -> None:
-        """Make every write and growth so far survive a power cut."""
         self._check_open()
         if self._flush_error is not None:
             raise DeviceError(f"{self.name}: an earlier flush failed, so no later one can succeed") from (
@@ -183,15 +178,12 @@ class MemoryDevice(Device):
             self._num_flushes += 1
 
     def free_bytes(self) -> int:
-        """Return how many more bytes ``grow`` could allocate."""
         return self._disk.free_nbytes(self._index)
 
     def path(self, file: int) -> str:
-        """Return the name of ``file`` for messages."""
         return f"{self.name}/scratch" if file == SCRATCH else f"{self.name}/data-{file:03d}"
 
     def statistics(self) -> DeviceStatistics:
-        """Return the counters."""
         with self._lock:
             return DeviceStatistics(
                 read_bytes=self._read_bytes,
