@@ -5,6 +5,7 @@ Resources are given back by ``close`` or once the store is garbage.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import warnings
@@ -123,11 +124,44 @@ def assemble(
 
     ``callbacks`` are the store's, to which the working set refers weakly.
     """
-    try:
-        return _assemble(parts, callbacks, is_read_only=is_read_only, deadline_s=deadline_s)
-    except BaseException:
-        parts.close(parts.arena.close)
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(parts.close, parts.arena.close)
+        root, rows, is_before = _load(parts)
+        if root.num_directories != len(parts.devices):
+            raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
+        parts.external.match(root, rows)
+        condition = Condition()
+        refusals = Refusals(condition, CallMark(), is_read_only=is_read_only)
+        space = Space(
+            parts.devices,
+            root.store_uuid,
+            condition,
+            deadline_s=deadline_s,
+            spared_nbytes=parts.spared_nbytes,
+            external=parts.external.device,
+            external_indices=parts.external.indices,
+        )
+        working_set = Residency(
+            parts.arena,
+            space,
+            condition,
+            root,
+            read_pages=None if parts.catalog is None else parts.catalog.pages,
+            durable=parts.catalog is not None,
+            deadline_s=deadline_s,
+            refusals=refusals,
+            callbacks=callbacks,
+        )
+        working_set.load(rows)
+        streams, generations = StreamedValues(working_set), Generations(working_set, parts, root, Producers())
+        resources = Resources(parts, working_set)
+        # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot
+        # be opened: its catalog or files are damaged, or an external file is missing.
+        if parts.catalog is not None and is_before and not is_read_only:
+            parts.catalog.discard()  # durable before anything else is written
+        parts.ledgers.start()
+        undo.pop_all()
+    return working_set, streams, Values(working_set, streams), generations, resources
 
 
 def _load(parts: Parts) -> tuple[Root, CommittedRows, bool]:
@@ -141,43 +175,3 @@ def _load(parts: Parts) -> tuple[Root, CommittedRows, bool]:
         message = f"catalog {catalog.name}: it has the generations {kept}, and not {chosen}"
         raise CorruptionError(message, file=catalog.name)
     return *catalog.load(chosen.number), chosen != kept[0]
-
-
-def _assemble(
-    parts: Parts, callbacks: Callbacks, *, is_read_only: bool, deadline_s: float
-) -> tuple[Residency, StreamedValues, Values, Generations, Resources]:
-    root, rows, is_before = _load(parts)
-    if root.num_directories != len(parts.devices):
-        raise UsageError(f"the store has {root.num_directories} directories, got {len(parts.devices)}")
-    parts.external.match(root, rows)
-    condition = Condition()
-    refusals = Refusals(condition, CallMark(), is_read_only=is_read_only)
-    space = Space(
-        parts.devices,
-        root.store_uuid,
-        condition,
-        deadline_s=deadline_s,
-        spared_nbytes=parts.spared_nbytes,
-        external=parts.external.device,
-        external_indices=parts.external.indices,
-    )
-    working_set = Residency(
-        parts.arena,
-        space,
-        condition,
-        root,
-        read_pages=None if parts.catalog is None else parts.catalog.pages,
-        durable=parts.catalog is not None,
-        deadline_s=deadline_s,
-        refusals=refusals,
-        callbacks=callbacks,
-    )
-    working_set.load(rows)
-    streams, generations = StreamedValues(working_set), Generations(working_set, parts, root, Producers())
-    resources = Resources(parts, working_set)
-    # Order: last, for a store that is refused is not written to, and no generation is given up for one that cannot be
-    # opened: its catalog or files are damaged, or an external file is missing.
-    if parts.catalog is not None and is_before and not is_read_only:
-        parts.catalog.discard()  # durable before anything else is written
-    parts.ledgers.start()
-    return working_set, streams, Values(working_set, streams), generations, resources

@@ -68,6 +68,11 @@ class Segments(NamedTuple):
         last = np.where(number > 0, np.minimum(place - self.starts[number - 1], self.nbytes), 0)
         return np.maximum(number - 1, 0) * self.nbytes + last
 
+    def all_pieces(self) -> Pieces:
+        """Return them as pieces where the record is in memory from its first byte on."""
+        nothing = np.zeros_like(self.starts)
+        return Pieces(0, self.starts, nothing, nothing + self.nbytes)
+
     def pieces(self, blocks: Ints, at: Ints, block_nbytes: int) -> Pieces:
         """Return what of them is in ``blocks``, some of their blocks one after another, at the places ``at``."""
         low, high = int(blocks[0]) * block_nbytes, (int(blocks[-1]) + 1) * block_nbytes

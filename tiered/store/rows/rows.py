@@ -92,7 +92,7 @@ class PartAccess:
         if row is None:
             self._read_resident(key, sink)
         elif row.inline is not None:
-            sink.use(_all_of(segments), np.frombuffer(row.inline, np.uint8))
+            sink.use(segments.all_pieces(), np.frombuffer(row.inline, np.uint8))
         else:
             self._gather.run(row, segments, sink.use, row_nbytes=row_nbytes)
 
@@ -101,7 +101,7 @@ class PartAccess:
             # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
             segments = sink.segments(spec)
             if segments.nbytes:
-                sink.use(_all_of(segments), np.frombuffer(buffer.memory, np.uint8))
+                sink.use(segments.all_pieces(), np.frombuffer(buffer.memory, np.uint8))
 
         read_resident(self._working_set, key, copy, 0)
 
@@ -123,12 +123,6 @@ class PartAccess:
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
         """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Scatter."""
         self.write(key, _PartWrite(key, start, plain_value(key, value)))
-
-
-def _all_of(segments: Segments) -> Pieces:
-    """Return the pieces where a record is in memory from its first byte on."""
-    nothing = np.zeros_like(segments.starts)
-    return Pieces(0, segments.starts, nothing, nothing + segments.nbytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -147,9 +147,7 @@ class Scatter:
         try:
             # Order: the looks are those of these bytes; since the caller looked, the key may have become another.
             segments = self._content.segments(Spec.like(lease.tensor))
-            nothing = np.zeros_like(segments.starts)
-            all_of_them = Pieces(0, segments.starts, nothing, nothing + segments.nbytes)
-            self._content.apply(all_of_them, np.frombuffer(lease.buffer.memory, np.uint8))
+            self._content.apply(segments.all_pieces(), np.frombuffer(lease.buffer.memory, np.uint8))
         finally:
             self._working_set.end_update([lease])
 

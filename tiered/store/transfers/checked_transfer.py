@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +23,7 @@ from tiered.store.format.row import Extent, Row, has_unread, learn, part_of, pie
 from tiered.store.transfers.digest_threads import WORTHWHILE_NBYTES, DigestThreads
 from tiered.units import round_up
 
-__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all", "submit_all", "submit_each", "without_frames"]
+__all__ = ["SLAB_NBYTES", "Progress", "Transfer", "start_all", "submit_all", "without_frames"]
 
 _E = TypeVar("_E", bound=BaseException)
 
@@ -36,11 +36,6 @@ def submit_all(devices: Sequence[Device], operations: Iterable[tuple[int, Operat
     by_device: dict[int, list[Operation]] = {}
     for index, operation in operations:
         by_device.setdefault(index, []).append(operation)
-    submit_each(devices, by_device)
-
-
-def submit_each(devices: Sequence[Device], by_device: Mapping[int, list[Operation]]) -> None:
-    """Submit the operations of each device, which has the number given; as ``submit_all``."""
     for index, group in by_device.items():
         try:
             devices[index].submit(group)
