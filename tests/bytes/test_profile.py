@@ -348,5 +348,5 @@ def test_a_ring_moves_bytes_in_requests_as_long_as_were_the_best(
     (tmp_path / "here").mkdir()
     with closing(UringDevice(tmp_path / "here")) as plain, closing(open_device(tmp_path / "here")) as device:
         assert isinstance(device, UringDevice)
-        assert (plain.request_nbytes, device.request_nbytes) == (MiB, request_nbytes)
+        assert (plain._request_nbytes, device._request_nbytes) == (MiB, request_nbytes)
         check_round_trip(device)

@@ -53,7 +53,7 @@ def test_every_mode_moves_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(ring, "_MODES", {mode: ring._MODES[mode]})
     device = UringDevice(tmp_path)
-    assert device.mode == mode
+    assert device._ring is not None and device._ring.mode == mode
     device.grow(0, 64 * MiB)
     content = fill(buffer, 1)
     batch = Batch(device)

@@ -21,6 +21,7 @@ from tiered.bytes.arena import map_file
 from tiered.bytes.device.direct_io import open_unnamed
 from tiered.bytes.device.files import allocate, translate
 from tiered.bytes.host_tensor import empty_aligned
+from tiered.bytes.private_file import opened
 from tiered.errors import CapacityError
 from tiered.units import MiB, format_bytes, round_up
 
@@ -226,11 +227,8 @@ class FileMemory:
         """Allocate space for tensors of ``nbytes`` each. Raises CapacityError where the drive is full, OSError."""
         self._directory = directory
         total = sum(round_up(each, _PAGE_NBYTES) for each in nbytes)
-        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as folder:
             self._fd = open_unnamed(folder, 0)
-        finally:
-            os.close(folder)
         self._end = 0
         try:
             os.posix_fallocate(self._fd, 0, max(total, 1))

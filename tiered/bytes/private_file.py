@@ -1,15 +1,27 @@
-"""Private files: how a store makes a file for its owner alone, which files it refuses, and which process locks one."""
+"""Private files: how a store makes a file for its owner alone, which it refuses, and which process locks one."""
 
 from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tiered.bytes import kernel_file
 from tiered.errors import UsageError
 
-__all__ = ["create_private_file", "fsync_directory", "lock_owner", "refuse_trap"]
+__all__ = ["create_private_file", "fsync_directory", "lock_owner", "opened", "refuse_trap"]
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], flags: int) -> Iterator[int]:
+    """Lend a descriptor of ``path`` for a block. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def create_private_file(path: Path) -> int:
@@ -39,11 +51,8 @@ def refuse_trap(path: Path, status: os.stat_result) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the names in ``path`` durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def lock_owner(fd: int) -> str:

@@ -72,11 +72,8 @@ def find_run(directories: Sequence[Path]) -> ExistingRun | None:
     """
     if not any((path / CATALOG_NAME).exists() for path in directories):
         return None
-    locked = Directories.open(directories, "r")
-    try:
+    with closing(Directories.open(directories, "r")):
         found = ExistingRun.load(directories)
-    finally:
-        locked.close()
     return found if found.root.generation else None
 
 
@@ -86,8 +83,7 @@ def remove_store(directories: Sequence[Path]) -> None:
     The writer's lock is held meanwhile. Data goes before the catalog and the identities last: the remains after a crash
     are still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
     """
-    locked = Directories.open(directories, "a")
-    try:
+    with closing(Directories.open(directories, "a")) as locked:
         for prefix in ("data-", LEDGER_NAME, CATALOG_NAME, "identity"):
             for path in reversed(locked.paths):
                 for entry in owned_files(path):
@@ -96,8 +92,6 @@ def remove_store(directories: Sequence[Path]) -> None:
                 fsync_directory(path)
         for path in locked.paths:  # order: until here nobody else begins a store there
             (path / LOCK_NAME).unlink()
-    finally:
-        locked.close()
 
 
 # -- the last commit -----------------------------------------------------------------------------------------------
@@ -137,12 +131,9 @@ class ExistingRun:
             where = ", ".join(map(str, directories))
             found = "none" if not homes else f"{len(homes)} of them"
             raise UsageError(f"no run in {where}: expected one {CATALOG_NAME} there, found {found}")
-        catalog = SqliteCatalog(homes[0], read_only=True)
-        try:
+        with closing(SqliteCatalog(homes[0], read_only=True)) as catalog:
             root, rows, kept = catalog.load_newest()
             by_name = sorted(rows, key=lambda row: row.name)
-        finally:
-            catalog.close()
         return cls(directories, root, by_name, kept, *committed_state(root.state))
 
     @property

@@ -21,6 +21,7 @@ from tiered.bytes.device.queue import MOST_REQUESTS
 from tiered.bytes.device.ring import READ, WRITE, Ring
 from tiered.bytes.device.threads import AiofilesDevice, MmapDevice, ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
+from tiered.bytes.private_file import opened
 from tiered.errors import DeadlineError, DeviceError, UsageError
 from tiered.units import KiB, MiB, round_up
 
@@ -38,11 +39,8 @@ def probe_uring(directory: str | os.PathLike[str], *, deadline_s: float = 60.0) 
     Blocks, for ``deadline_s`` at most each. An operation that is late stays with the kernel, and its ring open.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
             fd = open_unnamed(descriptor, 0)
-        finally:
-            os.close(descriptor)
     except OSError as error:
         return f"cannot make a file in {os.fspath(directory)}: {error.strerror}"
     expected = os.urandom(_TRIAL_NBYTES)

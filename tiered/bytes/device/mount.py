@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tiered.bytes import kernel_file
+from tiered.bytes.private_file import opened
 
 __all__ = ["RAM_COST", "RAM_MEND", "Kind", "Mount", "find_mount", "mounts"]
 
@@ -58,13 +59,10 @@ class Mount:
 def find_mount(directory: str | os.PathLike[str], proc: Path = Path("/proc/self")) -> Mount | None:
     """Return the mount that ``directory`` lies on; None where that cannot be found out."""
     try:
-        fd = os.open(directory, os.O_PATH | os.O_CLOEXEC)
+        with opened(directory, os.O_PATH) as fd:
+            information = kernel_file.text(Path("/proc/self/fdinfo") / str(fd)) or ""
     except (OSError, ValueError):
         return None
-    try:
-        information = kernel_file.text(Path("/proc/self/fdinfo") / str(fd)) or ""
-    finally:
-        os.close(fd)
     found = re.search(r"^mnt_id:\s*(\d+)", information, re.MULTILINE)
     return mounts(proc).get(int(found[1])) if found else None
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from tiered.bytes.device.direct_io import MIN_ALIGNMENT
 from tiered.bytes.device.files import translate
-from tiered.bytes.private_file import create_private_file, fsync_directory
+from tiered.bytes.private_file import create_private_file, fsync_directory, opened
 from tiered.units import GiB
 
 __all__ = [
@@ -62,12 +62,9 @@ def _places(directory: str | os.PathLike[str]) -> Iterator[Path]:
 def _read(path: Path) -> dict[str, object]:
     """Return the object in ``path``. Raises OSError, ValueError or RecursionError for anything else."""
     # NONBLOCK: a FIFO must not hang the open.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
         _check_private(os.fstat(fd))
         content = os.read(fd, _LARGEST_NBYTES + 1)
-    finally:
-        os.close(fd)
     if len(content) > _LARGEST_NBYTES:
         raise ValueError(f"it is larger than {_LARGEST_NBYTES} bytes")
     try:

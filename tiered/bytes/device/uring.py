@@ -136,22 +136,12 @@ class UringDevice(FileDevice):
         self._wake_slot = 0  # the wake-up's: the last
         self._requests = Requests()  # of operations that are larger than one
         self._lists = ReadLists()
-        self._request_nbytes = _REQUEST_NBYTES
+        self._request_nbytes = _REQUEST_NBYTES  # the longest request to the kernel; larger operations are cut
         self._wake_up = WakeUp()
         self._ring: Ring | None = None
         self._is_ready = threading.Event()
         self._failure: Exception | None = None
         super().__init__(place, num_slots=_NUM_SLOTS, deadline_s=deadline_s, direct=direct)
-
-    @property
-    def mode(self) -> str:
-        """How the ring completes, for reports: the flags it was set up with."""
-        return self._ring.mode if self._ring is not None else "closed"
-
-    @property
-    def request_nbytes(self) -> int:
-        """The longest request to the kernel; larger operations are cut."""
-        return self._request_nbytes
 
     def cut(self, request_nbytes: int = _REQUEST_NBYTES, depth: int = _DEPTH) -> None:
         """Cut operations of more than ``request_nbytes`` into such requests from now on.

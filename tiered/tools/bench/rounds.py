@@ -32,6 +32,7 @@ from tiered.bytes.device.engines import choose_engine, open_device
 from tiered.bytes.device.file_device import FileDevice
 from tiered.bytes.device.threads import ThreadsDevice
 from tiered.bytes.device.uring import UringDevice
+from tiered.bytes.private_file import opened
 from tiered.errors import CapacityError, DeviceError, TieredError
 from tiered.units import MiB, format_bytes, round_up
 
@@ -461,12 +462,9 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
 
 def forget(path: str) -> None:
     """Write the file's dirty pages back to the drive, and drop its pages from the cache; blocks. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY) as fd:
         os.fdatasync(fd)  # order: only clean pages are dropped
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
 
 
 def open_file_path(device: FileDevice) -> str:

@@ -37,6 +37,7 @@ from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.bytes.device.profile import find_profile
 from tiered.bytes.device.ring import Ring
 from tiered.bytes.pinned_arena import NoRegistrar, PinnedArena, registrar_for
+from tiered.bytes.private_file import opened
 from tiered.errors import DeviceError
 from tiered.tools.doctor.description import by_drive, directory_description, find_block_device
 from tiered.units import KiB, MiB, format_bytes, format_count
@@ -160,11 +161,8 @@ def check_writing(directory: str) -> Finding:
 @contextmanager
 def _unnamed(directory: str) -> Iterator[int]:
     """Open an unnamed file in ``directory``; it goes with the block."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         fd = open_unnamed(descriptor, 0)
-    finally:
-        os.close(descriptor)
     try:
         yield fd
     finally:

@@ -23,6 +23,7 @@ from tiered.bytes.device.direct_io import probe_direct
 from tiered.bytes.device.mount import Mount, find_mount
 from tiered.bytes.free_memory import memory_limit
 from tiered.bytes.kernel_file import said
+from tiered.bytes.private_file import opened
 from tiered.units import format_bytes
 
 __all__ = [
@@ -185,13 +186,10 @@ def directory_description(directory: str | os.PathLike[str]) -> DirectoryDescrip
 def _try_direct(path: str) -> tuple[int | None, str | None]:
     """Return the alignment of direct I/O in ``path``, or why there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
             probe = probe_direct(
                 descriptor, lambda fd, m, at: os.preadv(fd, [m], at), lambda fd, m, at: os.pwritev(fd, [m], at)
             )
-        finally:
-            os.close(descriptor)
     except (OSError, ValueError) as error:
         return None, f"could not be tried: {getattr(error, 'strerror', error)}"
     return (probe.alignment, None) if probe.refusal is None else (None, probe.refusal)
