@@ -88,14 +88,12 @@ class FileWriter:
 
     def finish(self) -> None:
         """Write the rest and make all of it durable; blocks. The file has exactly the bytes that were written."""
+        written = self._done + self._held
         if self._held:
             end = self._number * PIECE_NBYTES + self._held
             padding = -self._held % _ALIGNMENT
             self._memory[end : end + padding] = bytes(padding)
-            written = self._done + self._held
             self._send()
-        else:
-            written = self._done
         for write in self._writes:
             if write is not None:
                 write.result()

@@ -74,13 +74,10 @@ class WakeUp:
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
         with self._lock:
-            self._close()
+            self.close_in_child()
 
     def close_in_child(self) -> None:
         """Close it in a forked child, where some thread of the parent may have held the lock."""
-        self._close()
-
-    def _close(self) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

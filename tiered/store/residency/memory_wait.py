@@ -174,11 +174,7 @@ class MemoryWait(SwapInOut):
     # Below: keys that are out of use
 
     def evict(self, keys: Iterable[str]) -> int:
-        """Write the dirty ones of ``keys``, and drop all of them from DRAM; return the bytes that are free by that.
-
-        Blocks. Held and leased keys, and those that tensors of past leases keep alive, stay; unknown ones are passed
-        over. Raises CapacityError, DeviceError, DeadlineError.
-        """
+        """See ``TensorMapping.evict``. Held keys stay, too, and unknown ones are passed over. Raises DeadlineError."""
         self.check(writing=False)
         names = list(keys)
         with self.mark:

@@ -112,16 +112,13 @@ class PartAccess:
             Scatter(self._working_set, self._gather, self._writing, key, content).run()
 
     def read_part(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return the elements [start, stop) of the flattened tensor of ``key``, on the CPU; blocks.
-
-        Raises KeyError, ValueError for elements that it does not have, CorruptionError, DeviceError.
-        """
+        """See ``TensorMapping.read_part``. Raises DeviceError, too."""
         sink = _PartRead(key, start, stop)
         self.read(key, sink)
         return sink.result
 
     def write_part(self, key: str, start: int, value: torch.Tensor) -> None:
-        """Write ``value`` over the elements of the flattened tensor of ``key`` from ``start`` on; see Scatter."""
+        """See ``TensorMapping.write_part``."""
         self.write(key, _PartWrite(key, start, plain_value(key, value)))
 
 

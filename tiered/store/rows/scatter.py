@@ -94,11 +94,7 @@ class Scatter:
         self._is_installed = False
 
     def run(self) -> None:
-        """Write it; blocks.
-
-        Raises KeyError, ValueError for another dtype or for elements that the tensor does not have, LeaseError,
-        UsageError, CapacityError, CorruptionError, DeviceError, DeadlineError.
-        """
+        """Write it; blocks. Raises what ``TensorMapping.write_part`` does, UsageError, DeviceError, DeadlineError."""
         working_set = self._working_set
         while True:
             nbytes = self._await_turn()

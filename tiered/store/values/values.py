@@ -41,10 +41,9 @@ class Values:
         self._most_resident_nbytes = working_set.budget_bytes // 4
 
     def put(self, key: str, value: torch.Tensor, block_nbytes: int | None = None) -> None:
-        """Make a copy of ``value`` the tensor of ``key``; the last put wins. Readers see the old one or the new one.
+        """See ``TensorMapping.put``; the last put wins. Readers see the old tensor or the new one.
 
-        ``block_nbytes``: what has one digest; by default that of the tensor it replaces, if dtype and shape are the
-        same. Raises TypeError for anything but a plain strided tensor, LeaseError, CapacityError, DeviceError.
+        Raises TypeError for anything but a plain strided tensor, LeaseError, CapacityError, DeviceError.
         """
         self.working_set.check(writing=True)
         plain = plain_value(key, value)
@@ -195,9 +194,8 @@ def adopt(
 ) -> None:
     """Make ``key`` a tensor of ``spec`` whose bytes are those of ``ranges``, ascending, and zeros between; no I/O.
 
-    An existing one is replaced. A write to it later, by a put or a lease, gives it bytes of the store's own. Its blocks
-    get digests at the first commit, or ``at_first_touch`` each when it is read. Raises UsageError for one without bytes
-    there, or with more dimensions than a row holds.
+    An existing one is replaced. Digests come ``at_first_touch``, or with the first commit: see ``TensorMapping.adopt``.
+    Raises UsageError for one without bytes there, or with more dimensions than a row holds.
     """
     working_set.check(writing=True)
     if not ranges or not spec.nbytes:

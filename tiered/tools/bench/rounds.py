@@ -38,7 +38,7 @@ from tiered.units import MiB, format_bytes, round_up
 
 __all__ = [
     "OPS", "STEP_READ", "STEP_WRITTEN", "Direction", "Fio", "FioError", "Latency", "Pattern", "Round", "ScratchFile",
-    "forget", "open_file_path", "run_round",
+    "forget", "run_round",
 ]  # fmt: skip
 
 OPS = ("read", "write", "mixed")
@@ -375,7 +375,7 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
         self.engine_reason = "it was asked for"
         if engine == "auto":  # even if an earlier bench has written a profile
             engine, self.engine_reason = choose_engine(directory)
-        self.path = ""  # of the scratch file, for other processes; once it is written
+        self.path = ""  # of the scratch file, for other processes until the device closes; once it is written
         self._exit = ExitStack()
         with ExitStack() as undo:
             # Order: the device is closed, and so nothing is in flight, before the memory goes.
@@ -406,7 +406,7 @@ class ScratchFile(AbstractContextManager["ScratchFile"]):
         once = Pattern("write", block, min(16, len(self.memory) // block), nbytes, seconds=math.inf, max_nbytes=nbytes)
         self.device.grow(SCRATCH, nbytes)
         run_round(self.device, self.memory, once, watch=check, watch_every_s=0.1)
-        self.path = open_file_path(self.device)
+        self.path = f"/proc/{os.getpid()}/fd/{self.device.descriptor(SCRATCH)}"
 
     def run(self, pattern: Pattern, *, is_spread: bool = False) -> Round:
         """Run one round on the file that ``write_file`` wrote; blocks. ``is_spread``: over all of the memory.
@@ -465,14 +465,6 @@ def forget(path: str) -> None:
     with opened(path, os.O_RDONLY) as fd:
         os.fdatasync(fd)  # order: only clean pages are dropped
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def open_file_path(device: FileDevice) -> str:
-    """Return a path of the unnamed file of ``device``, for other processes to open; it is good until the device closes.
-
-    Raises DeviceError when there is no such file.
-    """
-    return f"/proc/{os.getpid()}/fd/{device.descriptor(SCRATCH)}"
 
 
 def _parse(report: Mapping[str, Any]) -> Round:
