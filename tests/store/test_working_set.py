@@ -266,12 +266,12 @@ def test_a_shortage_is_what_finds_no_room_beside_what_is_leased_and_held(working
     for key in ("a", "b", "c", "d"):
         write_key(working_set, key, 4 * PAGE, 1)
     assert working_set.shortage({"a": 4 * PAGE, "x": 12 * PAGE}) == 0
-    assert working_set.shortage({"a": 4 * PAGE, "x": 12 * PAGE}, beside=PAGE) == PAGE
+    assert working_set.shortage({"a": 4 * PAGE, "x": 12 * PAGE, "y": PAGE}) == PAGE
     lease = working_set.lease("a", "r")
     working_set.lease("b", "r").release()
     working_set.hold(["b"])
     keys = {"a": 4 * PAGE, "b": 4 * PAGE, "c": 4 * PAGE}
-    assert working_set.shortage(keys, beside=4 * PAGE) == 0  # a and b have their room
+    assert working_set.shortage({**keys, "x": 4 * PAGE}) == 0  # a and b have their room
     assert working_set.shortage({"c": 4 * PAGE, "x": 4 * PAGE, "y": 3 * PAGE}) == 3 * PAGE
     lease.release()
     del lease

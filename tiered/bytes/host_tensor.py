@@ -67,15 +67,14 @@ def _nbytes_from_first_to_last(tensor: torch.Tensor) -> int:
     return int(last + 1) * tensor.element_size()
 
 
-def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool, start: int = 0) -> None:
-    """Copy the bytes of ``tensor``, contiguous on any device, to ``buffer`` from ``start`` on, or from there."""
-    nbytes = tensor.nbytes
+def copy_contiguous(buffer: Buffer, tensor: torch.Tensor, *, to_buffer: bool) -> None:
+    """Copy the bytes of ``tensor``, contiguous on any device, to the first of ``buffer``, or from there."""
     if tensor.is_cpu:
         # By this thread alone, at memory speed: torch would wait for the busiest of all cores, and one is doing I/O.
-        place = buffer.address + start
-        ctypes.memmove(*((place, address_of(tensor)) if to_buffer else (tensor.data_ptr(), place)), nbytes)
+        place = buffer.address
+        ctypes.memmove(*((place, address_of(tensor)) if to_buffer else (tensor.data_ptr(), place)), tensor.nbytes)
         return
-    alias = buffer.alias(start + nbytes, _ignore)[0][start:].view(tensor.dtype).view(tensor.shape)
+    alias = buffer.alias(tensor.nbytes, _ignore)[0].view(tensor.dtype).view(tensor.shape)
     try:
         copy_across(*((alias, tensor) if to_buffer else (tensor, alias)))
     finally:

@@ -81,7 +81,7 @@ def mounts(proc: Path = Path("/proc/self")) -> dict[int, Mount]:
                 root=_plain(root),
                 file_system=file_system,
                 source=_plain(source),
-                options=_joined(options, super_options),
+                options=",".join(dict.fromkeys(f"{options},{super_options}".split(","))),
                 device=(int(major), int(minor)),
             )
         except ValueError:
@@ -92,7 +92,3 @@ def mounts(proc: Path = Path("/proc/self")) -> dict[int, Mount]:
 def _plain(escaped: str) -> str:
     r"""Return the path in which the kernel writes a space as \040."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), escaped)
-
-
-def _joined(options: str, super_options: str) -> str:
-    return ",".join(dict.fromkeys([*options.split(","), *super_options.split(",")]))

@@ -322,10 +322,6 @@ def page_digest(key_id: int, page: int, body: bytes, seed: int) -> bytes:
     )
 
 
-def _lacks(digests: bytes) -> bool:
-    return not np.frombuffer(digests, np.uint64).all()
-
-
 def decode_row(encoded: bytes) -> Row:
     """Return the row of a key id (u64) and the body that follows it. Raises ValueError or struct.error."""
     key_id, body = int.from_bytes(encoded[:8], "little"), encoded[8:]
@@ -341,6 +337,7 @@ def decode_row(encoded: bytes) -> Row:
     if end != len(body):
         raise ValueError(f"it has {len(body)} bytes, its fields need {end}")
     places, content = body[places_at:content_at], body[content_at:]
+    lacks_some = kind == EXTERNAL and not np.frombuffer(content, np.uint64).all()
     return Row(
         key_id,
         body[_ROW.size : dtype_at].decode("utf-8", "surrogatepass"),
@@ -349,7 +346,7 @@ def decode_row(encoded: bytes) -> Row:
         nbytes,
         generation,
         () if kind == EXTERNAL else tuple(map(Extent._make, _EXTENT.iter_unpack(places))),
-        b"" if kind == INLINE else unread_digests(content) if kind == EXTERNAL and _lacks(content) else content,
+        b"" if kind == INLINE else unread_digests(content) if lacks_some else content,
         content if kind == INLINE else None,
         1 << shift,
         b"",

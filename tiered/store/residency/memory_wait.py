@@ -153,15 +153,15 @@ class MemoryWait(SwapInOut):
         finally:
             self._waits_for.pop(number, None)
 
-    def shortage(self, keys: Mapping[str, int], beside: int = 0) -> int:
-        """Return how much of ``keys`` (key -> bytes) and ``beside`` finds no room, even once all else is evicted.
+    def shortage(self, keys: Mapping[str, int]) -> int:
+        """Return how much of ``keys`` (key -> bytes) finds no room, even once all else is evicted.
 
         Leased, held and arriving keys stay and need no more; unknown keys are yet to be leased.
         """
         with self.mark, self.condition:
             self.drain()
             giving_way = self.clean_bytes + self.dirty_bytes + self.writing_bytes
-            found = self.arena.leased_nbytes - giving_way - self.budget_bytes + beside
+            found = self.arena.leased_nbytes - giving_way - self.budget_bytes
             for key, nbytes in keys.items():
                 entry = self.entries.get(key)
                 residence = None if entry is None else entry.residence

@@ -106,7 +106,7 @@ class Suite:
 
     def _measure_swapping(self, scratch: ScratchFile, best: Best) -> None:
         """Run rounds of reads, of writes and of both in turn at the best settings, through all of the memory."""
-        reads, writes, mixed = self._in_turn(scratch, [self._pattern(op, best) for op in OPS], is_spread=True)
+        reads, writes, mixed = self._in_turn(scratch, [self._pattern(op, best) for op in OPS])
         read, write = (1e9 * statistics.median(one.gb_per_s for one in rounds) for rounds in (reads, writes))
         seconds = sum(one.seconds for one in mixed)
         mixed_read, mixed_write = sum(one.read_nbytes for one in mixed), sum(one.write_nbytes for one in mixed)
@@ -115,15 +115,13 @@ class Suite:
         memory = format_bytes(len(scratch.memory))
         self._session.line(f"through {memory} of memory, as tensors go: {self.report.swap}")
 
-    def _in_turn(
-        self, scratch: ScratchFile, patterns: Sequence[Pattern], *, is_spread: bool = False
-    ) -> list[list[Round]]:
-        """Return the rounds of each of ``patterns``, which were run in turn."""
+    def _in_turn(self, scratch: ScratchFile, patterns: Sequence[Pattern]) -> list[list[Round]]:
+        """Return the rounds of each of ``patterns``, which were run in turn through all of the memory."""
         found: list[list[Round]] = [[] for _ in patterns]
         for _ in range(self._settings.rounds):
             for pattern, rounds in zip(patterns, found, strict=True):
                 self._session.check()
-                rounds.append(scratch.run(pattern, is_spread=is_spread))
+                rounds.append(scratch.run(pattern, is_spread=True))
         return found
 
     def _measure_tensors(self, scratch: ScratchFile, best: Best) -> None:

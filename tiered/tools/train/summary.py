@@ -11,7 +11,6 @@ import json
 import platform
 import resource
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -395,8 +394,7 @@ def _said(seconds: float) -> str:
 
 
 def _peak_rss_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 # -- timeline ------------------------------------------------------------------------------------------------------
