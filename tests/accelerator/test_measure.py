@@ -26,8 +26,8 @@ from tiered.tools.bench.accelerator import (
 )
 from tiered.tools.bench.command import BenchRequest, bench
 from tiered.tools.bench.report import TITLE, Bandwidth, BenchReport, BenchRow, ComputeDeviceReport
-from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TIER_WARM_UPS, BenchSettings
+from tiered.tools.bench.suite import Session
 from tiered.tools.cli import main
 from tiered.tools.doctor.description import machine_description
 from tiered.tools.train.summary import profiled_link

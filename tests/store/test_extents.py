@@ -9,8 +9,7 @@ from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.committed_rows import EXTENTS_DTYPE
 from tiered.store.format.row import Extent, pieces
-from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError
-from tiered.store.space.stripes import block_order
+from tiered.store.space.extents import GROWTH_NBYTES, ExtentAllocator, ExtentError, block_order
 from tiered.units import MiB, round_up
 
 PAGE = 4096

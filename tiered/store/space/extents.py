@@ -1,4 +1,4 @@
-"""The allocator over a store's files: which aligned ranges are free, and which files to grow.
+"""The allocator over a store's files: which aligned ranges are free, which files to grow, what each device gets.
 
 Pure arithmetic: no I/O and no lock. The store knows the meaning of an extent in use (open, sealed, committed). The free
 list is rebuilt from the catalog at every open and never stored.
@@ -16,10 +16,11 @@ from tiered.bytes.device.base import SCRATCH
 from tiered.errors import CapacityError
 from tiered.store.format.checksum import BLOCK_NBYTES
 from tiered.store.format.row import Extent, join
-from tiered.store.space.stripes import Stripes
 from tiered.units import MiB, TiB, divide_up, format_bytes, round_up
 
-__all__ = ["GROWTH_NBYTES", "DeviceSpace", "ExtentAllocator", "ExtentError", "FreeRanges"]
+__all__ = [
+    "GROWTH_NBYTES", "DeviceSpace", "ExtentAllocator", "ExtentError", "FreeRanges", "Stripes", "block_order",
+]  # fmt: skip
 
 
 class FreeRanges:
@@ -254,6 +255,65 @@ class DeviceSpace:
         assert (extent.offset | extent.nbytes) % self._alignment == 0, f"{extent} is not aligned to {self._alignment}"
         start = extent.file * _FILE_STRIDE + extent.offset
         self._free.add(start, start + extent.nbytes)
+
+
+# -- stripes -----------------------------------------------------------------------------------------------------------
+
+
+class Stripes:
+    """Deals out allocations over devices in equal parts.
+
+    An allocation of at least 4 MiB per device is cut into shares of whole blocks, a smaller one goes to one device
+    whole: the one that was given least so far.
+    """
+
+    __slots__ = ("_first", "_given")
+
+    def __init__(self, num_devices: int) -> None:
+        self._first = 0  # the device that the next shares begin with
+        self._given = [0] * num_devices  # bytes
+
+    def take(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return the shares of an allocation, (device, bytes) in logical order, and count them as given."""
+        shares = self.shares(nbytes)
+        for device, share in shares:
+            self._given[device] += share
+        self._first = (self._first + 1) % len(self._given)
+        return shares
+
+    def shares(self, nbytes: int) -> list[tuple[int, int]]:
+        """Return (device, bytes), in logical order, of the next allocation; the device that begins rotates."""
+        num_devices, num_blocks = len(self._given), divide_up(nbytes, BLOCK_NBYTES)
+        order = sorted(range(num_devices), key=lambda device: self._given[device])  # least first
+        if nbytes < num_devices * BLOCK_NBYTES:
+            return [(order[0], nbytes)] if nbytes else []
+        each, more = divmod(num_blocks, num_devices)
+        left, shares = nbytes, []
+        for i in range(num_devices):
+            device = (self._first + i) % num_devices
+            share = min(left, (each + (device in order[:more])) * BLOCK_NBYTES)  # the last block of all may be short
+            shares.append((device, share))
+            left -= share
+        return shares
+
+
+def block_order(shares: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the blocks of a record in an order in which a window over a few of them keeps every device busy.
+
+    ``shares`` are (device, bytes) in logical order, as the record's extents lie. Devices take turns, each as often as
+    its share calls for; the blocks of one device stay in order.
+    """
+    devices: list[int] = []  # of each block: where it begins
+    end = 0
+    for device, nbytes in shares:
+        end += nbytes
+        devices += [device] * (divide_up(end, BLOCK_NBYTES) - len(devices))
+    counts: dict[int, int] = {}
+    ranks: list[int] = []
+    for device in devices:
+        ranks.append(counts.get(device, 0))
+        counts[device] = ranks[-1] + 1
+    return sorted(range(len(devices)), key=lambda block: (ranks[block] + 0.5) / counts[devices[block]])
 
 
 # -- extents -----------------------------------------------------------------------------------------------------------

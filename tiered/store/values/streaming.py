@@ -23,8 +23,8 @@ from tiered.store.format.row import Extent, Row, Spec, num_unread, part_of
 from tiered.store.residency.key_table import new_row
 from tiered.store.residency.residency import Residency
 from tiered.store.residency.swap_in_out import Shortage
+from tiered.store.space.extents import block_order
 from tiered.store.space.space import Space
-from tiered.store.space.stripes import block_order
 from tiered.store.transfers.checked_transfer import SLAB_NBYTES, Transfer
 from tiered.store.values.window import OnDone, Window, WindowJob
 from tiered.store.waiting.deadline import Deadline

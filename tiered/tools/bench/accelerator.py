@@ -22,9 +22,8 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 from tiered.tiers.schedule import Rooms, SharedSchedule
 from tiered.tools.bench.report import TITLE, Bandwidth, BenchRow, ComputeDeviceReport, duplex_of
-from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TIER_WARM_UPS
-from tiered.tools.bench.suite import new_source, put_tensors
+from tiered.tools.bench.suite import Session, new_source, put_tensors
 from tiered.zero.compute_device import named_device
 
 __all__ = [

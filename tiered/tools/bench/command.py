@@ -16,9 +16,8 @@ from tiered.bytes.device.profile import write_profile
 from tiered.errors import TieredError, UsageError
 from tiered.tools.bench.accelerator import accelerator_of, measure_link, measure_swap
 from tiered.tools.bench.report import BenchReport, DirectoryReport, compute_verdict_of, verdict_of
-from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import FULL, QUICK, BenchSettings
-from tiered.tools.bench.suite import Suite, measure_together
+from tiered.tools.bench.suite import Session, Suite, measure_together
 from tiered.tools.console import Interruption, check_writable, confirm, say, write_report
 from tiered.tools.doctor.checks import check_drives
 from tiered.tools.doctor.description import DirectoryDescription, machine_description

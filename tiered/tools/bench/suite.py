@@ -1,4 +1,4 @@
-"""All that is measured in one directory, in order: points, swapping, tensors, the long run.
+"""A bench while it measures, and all that it measures in one directory: points, swapping, tensors, the long run.
 
 Blocks that are moved through the same few MiB of memory again and again, as fio moves them, are in the processor's
 caches; the bytes of tensors are not. So swapping and raw rounds beside tensors go through memory larger than those.
@@ -7,9 +7,12 @@ caches; the bytes of tensors are not. So swapping and raw rounds beside tensors 
 from __future__ import annotations
 
 import ctypes
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,9 +20,11 @@ from pathlib import Path
 import torch
 
 import tiered
+from tiered.bytes.device.profile import write_profile
 from tiered.tools.bench.report import (
     TITLE,
     Bandwidth,
+    BenchReport,
     BenchRow,
     Best,
     DirectoryReport,
@@ -28,16 +33,66 @@ from tiered.tools.bench.report import (
     duplex_of,
 )
 from tiered.tools.bench.rounds import OPS, Fio, FioError, Pattern, Round, ScratchFile, forget, run_round
-from tiered.tools.bench.session import Session
 from tiered.tools.bench.settings import NUM_TENSOR_WARM_UPS, BenchSettings
+from tiered.tools.console import say
 from tiered.tools.doctor.description import BlockDevice, DirectoryDescription, find_block_device
 from tiered.units import MiB, divide_up, format_bytes
 
-__all__ = ["Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "row_of"]
+__all__ = ["Session", "Suite", "measure_pairs", "measure_together", "new_source", "put_tensors", "row_of"]
 
 _SOURCE_NBYTES = 256 * MiB  # of random bytes that puts copy from: more than a processor's cache
 _MIN_DRAM_NBYTES = 64 * MiB
 _MOST_AHEAD = 256  # keys in one prefetch
+_PREFIX = ".tiered-bench-"  # which `tiered gc` knows
+
+
+class Session:
+    """Fills in ``report``, and prints what is finished.
+
+    ``check`` is called between rounds and may raise to end it all. ``engine`` is the one that was asked for, or "auto".
+    One thread at a time, but for ``remove_folders`` from a signal handler.
+    """
+
+    def __init__(self, report: BenchReport, engine: str, check: Callable[[], object] = lambda: None) -> None:
+        self.report = report
+        self.settings = report.settings
+        self.engine = engine
+        self.check = check
+        self._folders: list[Path] = []
+
+    def line(self, *rows: object) -> None:
+        """Print ``rows``, each folded where it is wider than the page."""
+        say(*map(str, rows), indent=2)
+
+    def add(self, *rows: BenchRow) -> None:
+        """Add ``rows`` to the report, and print them."""
+        self.report.results += rows
+        self.line(*rows)
+
+    @contextmanager
+    def folders(self, *directories: str) -> Iterator[list[Path]]:
+        """Lend a new folder in each of ``directories``, and remove them whatever happens.
+
+        By default it is in each measured directory, with its profile, which deals out the bytes of a store.
+        """
+        try:
+            for directory in directories or [one.directory for one in self.report.directories]:
+                self._folders.append(Path(tempfile.mkdtemp(dir=directory, prefix=_PREFIX)))  # order: at once, a signal
+            if not directories:
+                for folder, one in zip(self._folders, self.report.directories, strict=True):
+                    write_profile(folder, self.report.profile_of(one))
+            yield list(self._folders)
+        finally:
+            self.remove_folders()
+            self._folders.clear()
+
+    def remove_folders(self) -> None:
+        """Remove all folders."""
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# -- suite -------------------------------------------------------------------------------------------------------------
 
 
 class Suite:
