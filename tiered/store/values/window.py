@@ -1,6 +1,6 @@
 """Window: bytes moved past the working set through a few buffers, several movements in flight, finished in order.
 
-The jobs know which bytes move: blocks of large records (streaming.py, parts.py), or many small records at a time
+The jobs know which bytes move: blocks of large records (streaming.py, rows), or many small records at a time
 (batches.py).
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tiered.bytes.arena import Buffer
 from tiered.bytes.device.base import Device, IOClass, OperationList
@@ -17,6 +17,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import TieredError
 from tiered.store.format.places import Places
 from tiered.store.residency.residency import Residency
+from tiered.store.transfers.checked_transfer import Transfer
 from tiered.store.waiting.deadline import Deadline
 
 __all__ = ["NUM_IN_FLIGHT", "Batch", "Movement", "OnDone", "Window", "WindowJob"]
@@ -24,21 +25,6 @@ __all__ = ["NUM_IN_FLIGHT", "Batch", "Movement", "OnDone", "Window", "WindowJob"
 NUM_IN_FLIGHT = 3
 """Movements of at most 4 MiB that keep one drive busy. It may complete all that it has at once: with more of them the
 caller would have nothing to look at while the drive works, and then too much."""
-
-
-class Movement(Protocol):
-    """A transfer in flight; a Transfer is one.
-
-    ``on_done`` is called once, from any thread. ``start`` raises interrupts only, and then it is called as well.
-    """
-
-    is_done: bool  # for the window, which sets it under the store's lock
-    error: Exception | None
-
-    @property
-    def is_write(self) -> bool: ...
-
-    def start(self) -> None: ...
 
 
 OnDone = Callable[[Any], None]
@@ -90,6 +76,10 @@ class Batch:
             is_last = not self._num_left
         if is_last:
             self._on_done(self)
+
+
+Movement = Transfer | Batch
+"""A transfer in flight. ``start`` raises interrupts only; ``on_done`` is called once all the same, from any thread."""
 
 
 class WindowJob(NamedTuple):
