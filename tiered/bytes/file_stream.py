@@ -19,7 +19,7 @@ import torch
 
 from tiered.bytes.arena import map_file
 from tiered.bytes.device.direct_io import open_unnamed
-from tiered.bytes.device.files import allocate, translate
+from tiered.bytes.device.files import allocate, translate, translating
 from tiered.bytes.host_tensor import empty_aligned
 from tiered.bytes.private_file import opened
 from tiered.errors import CapacityError
@@ -63,10 +63,8 @@ class FileWriter:
         self._held = 0  # bytes in the present piece
         self._number = 0  # of the present piece
         self._writes: list[Future[None] | None] = [None] * _NUM_PIECES
-        try:
+        with translating(f"cannot create {path}"):
             self._fd = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        except OSError as error:
-            raise translate(error, f"cannot create {path}") from error
         try:
             allocate(self._fd, 0, round_up(max(nbytes, 1), _ALIGNMENT))  # ``finish`` cuts the rest off
             self._memory = empty_aligned(_NUM_PIECES * PIECE_NBYTES, _ALIGNMENT)[1]
@@ -98,11 +96,9 @@ class FileWriter:
             if write is not None:
                 write.result()
         assert written == self._nbytes, f"{written} bytes instead of {self._nbytes}"
-        try:
+        with translating(f"cannot make {self.path} durable"):
             os.ftruncate(self._fd, written)
             os.fsync(self._fd)
-        except OSError as error:
-            raise translate(error, f"cannot make {self.path} durable") from error
 
     def _send(self) -> None:
         nbytes = round_up(self._held, _ALIGNMENT)
@@ -138,10 +134,8 @@ class FileReader:
     def __init__(self, path: str) -> None:
         """Open ``path``. Raises DeviceError."""
         self.path = path
-        try:
+        with translating(f"cannot open {path}"):
             self._fd = _open(path, os.O_RDONLY)
-        except OSError as error:
-            raise translate(error, f"cannot open {path}") from error
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(_NUM_READERS, "tiered-file-reader")
 

@@ -35,7 +35,9 @@ from tiered.bytes.device.mount import RAM_COST, RAM_MEND, find_mount
 from tiered.errors import CapacityError, ClosedError, DeadlineError, DeviceError, TieredError, UsageError
 from tiered.units import MiB, format_bytes
 
-__all__ = ["DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "punch_hole", "translate"]
+__all__ = [
+    "DataFile", "DataFiles", "NumberedFiles", "allocate", "open_data_files", "punch_hole", "translate", "translating",
+]  # fmt: skip
 
 _log = logging.getLogger("tiered")
 _NAME = re.compile(r"data-(\d{3,})")
@@ -70,6 +72,15 @@ def translate(error: OSError, what: str) -> TieredError:
         translated = DeviceError(f"{what}: {reason}; {next_step}")
     translated.__cause__ = error
     return translated
+
+
+@contextlib.contextmanager
+def translating(what: str) -> Iterator[None]:
+    """Raise the TieredError for an OSError of the block, which does ``what``."""
+    try:
+        yield
+    except OSError as error:
+        raise translate(error, what) from error
 
 
 @dataclass(slots=True)
@@ -151,10 +162,8 @@ class NumberedFiles(ABC):
         """Keep ``file`` open, and its space for one caller; yield its descriptor."""
         with self._locks[0]:
             self._check_open()
-            try:
+            with translating(f"cannot {what} of {self.path(file)}"):
                 yield self._files[file].fd
-            except OSError as error:
-                raise translate(error, f"cannot {what} of {self.path(file)}") from error
 
     @abstractmethod
     def flush(self, fdatasync: Callable[[int], None]) -> None:
@@ -219,10 +228,8 @@ class DataFiles(NumberedFiles):
         return f"{self._directory}/{'(scratch)' if file == SCRATCH else _file_name(file)}"
 
     def free_bytes(self) -> int:
-        try:
+        with translating(f"cannot ask for the free space of {self._directory}"):
             status = os.fstatvfs(self._descriptor)
-        except OSError as error:
-            raise translate(error, f"cannot ask for the free space of {self._directory}") from error
         return status.f_bavail * status.f_frsize
 
     def grow(self, file: int, nbytes: int) -> None:
@@ -233,7 +240,7 @@ class DataFiles(NumberedFiles):
                 return
             old_size = data_file.nbytes if data_file else 0
             what = f"cannot grow {self.path(file)} from {format_bytes(old_size)} to {format_bytes(nbytes)}"
-            try:
+            with translating(what):
                 if data_file is None:
                     self._create(file, nbytes)
                     return
@@ -241,8 +248,6 @@ class DataFiles(NumberedFiles):
                 data_file.is_dirty = True
                 allocate(data_file.fd, old_size, nbytes)
                 data_file.nbytes = nbytes
-            except OSError as error:
-                raise translate(error, what) from error
 
     def flush(self, fdatasync: Callable[[int], None]) -> None:
         """Make all writes marked dirty, growths and new names durable. After one failure, fail for ever."""
@@ -296,10 +301,8 @@ class DataFiles(NumberedFiles):
             os.close(self._descriptor)
 
     def _discover(self) -> None:
-        try:
+        with translating(f"cannot list {self._directory}"):
             names = sorted(os.listdir(self._descriptor))
-        except OSError as error:
-            raise translate(error, f"cannot list {self._directory}") from error
         for name in names:
             match = _NAME.fullmatch(name)
             if match is not None and name == _file_name(int(match[1])):
@@ -309,7 +312,7 @@ class DataFiles(NumberedFiles):
     def _open_existing(self, name: str) -> int:
         path = f"{self._directory}/{name}"
         flags = self._flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang the open
-        try:
+        with translating(f"cannot open {path}"):
             _check_private(os.stat(name, dir_fd=self._descriptor, follow_symlinks=False), path)
             try:
                 fd = os.open(name, flags | os.O_RDWR, dir_fd=self._descriptor)
@@ -317,8 +320,6 @@ class DataFiles(NumberedFiles):
                 if error.errno not in _NO_WRITING:
                     raise
                 fd = os.open(name, flags | os.O_RDONLY, dir_fd=self._descriptor)  # enough for mode "r"
-        except OSError as error:
-            raise translate(error, f"cannot open {path}") from error
         try:
             _check_private(os.fstat(fd), path)  # the same name may be another file by now
         except BaseException:
@@ -348,15 +349,11 @@ def open_data_files(directory: str, direct: bool | None, pread: ReadInto, pwrite
     """Return the files of ``directory``, after a trial of direct I/O; see FileDevice for ``direct`` and errors."""
 
     def probe() -> DirectProbe:
-        try:
+        with translating(f"cannot do I/O in {directory}"):
             return probe_direct(descriptor, pread, pwrite)
-        except OSError as error:
-            raise translate(error, f"cannot do I/O in {directory}") from error
 
-    try:
+    with translating(f"cannot open the directory {directory}"):
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise translate(error, f"cannot open the directory {directory}") from error
     try:
         mount = find_mount(directory)
         in_ram = mount is not None and mount.kind == "memory"

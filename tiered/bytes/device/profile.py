@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tiered.bytes.device.direct_io import MIN_ALIGNMENT
-from tiered.bytes.device.files import translate
+from tiered.bytes.device.files import translating
 from tiered.bytes.private_file import create_private_file, fsync_directory, opened
 from tiered.units import GiB
 
@@ -184,7 +184,7 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile | LinkProf
     path = Path(directory) / _FILES[type(profile)][0]
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     content = f"{json.dumps(asdict(profile), indent=1)}\n".encode()
-    try:
+    with translating(f"cannot write {path}"):
         try:
             fd = create_private_file(temporary)
             try:
@@ -198,8 +198,6 @@ def write_profile(directory: str | os.PathLike[str], profile: Profile | LinkProf
             temporary.unlink(missing_ok=True)
             raise
         fsync_directory(path.parent)
-    except OSError as error:
-        raise translate(error, f"cannot write {path}") from error
     return path
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from tiered.bytes.critical_section import ServiceThread
 from tiered.bytes.device.base import IOClass, Operation, OperationList
 from tiered.bytes.device.file_device import FileDevice, Place
-from tiered.bytes.device.files import DataFile, translate
+from tiered.bytes.device.files import DataFile, translate, translating
 from tiered.bytes.device.queue import (
     CALM_NBYTES,
     FIRST_LIST_TAG,
@@ -155,10 +155,8 @@ class UringDevice(FileDevice):
         self._requests.depth = min(depth, max(1, self._num_slots // 2))
 
     def _make_threads(self) -> Sequence[threading.Thread]:
-        try:
+        with translating(f"cannot open what wakes the I/O thread of {self.name}"):
             self._wake_up.open()
-        except OSError as error:
-            raise translate(error, f"cannot open what wakes the I/O thread of {self.name}") from error
         return [ServiceThread(target=self._run, name="tiered-io-ring")]
 
     def _wait_until_ready(self) -> None:
