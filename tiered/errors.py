@@ -11,6 +11,7 @@ __all__ = [
     "DeadlineError",
     "DeviceError",
     "LeaseError",
+    "RankLostError",
     "StepAbandonedError",
     "StoreLostError",
     "TieredError",
@@ -48,6 +49,19 @@ class DeviceError(TieredError):
 
 class DeadlineError(DeviceError):
     """An operation did not complete in time; its buffer and extent stay quarantined until it does."""
+
+
+class RankLostError(DeviceError):
+    """Another rank is gone, or did not come in time to a collective that needs it.
+
+    ``rank`` is its number in the group, ``place`` the last that is known of what it did ("" where nothing is). Buffers
+    of a collective that was under way stay quarantined to the end of the process.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, place: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.place = place
 
 
 class StoreLostError(DeviceError):

@@ -1,10 +1,88 @@
-"""Comm: the collectives that a unit's buffer and gradients go through. NullComm is that of a single rank."""
+"""Comm: the collectives that a unit's bytes go through, each begun and then waited for in slices.
+
+GlooComm is for the CPU, DeviceComm for an accelerator that torch has collectives for, StagedComm for one without; a
+single rank has NullComm. Whoever calls them has agreed with the other ranks before: comm_thread.py.
+"""
 
 from __future__ import annotations
 
-import torch
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
 
-__all__ = ["NullComm"]
+import torch
+import torch.distributed as dist
+
+from tiered.ranks.group import Group
+
+__all__ = ["Comm", "DeviceComm", "GlooComm", "Moving", "NullComm", "StagedComm", "Telling", "check_bytes"]
+
+_LEAST_WAIT_S = 0.001  # torch takes 0 for "no limit"
+_POLL_S = 0.0005  # between two looks at an event, which has no wait with a limit
+
+
+class Moving(Protocol):
+    """A collective that has begun."""
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """The tensors that the collective reads and writes until ``wait`` has returned True."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for at most ``timeout_s`` seconds; return whether all bytes have arrived. RuntimeError if it failed."""
+        ...
+
+
+class Telling(Moving, Protocol):
+    """A few bytes of each rank on their way to all others."""
+
+    @property
+    def messages(self) -> list[bytes]:
+        """The message of each rank, in their order, once ``wait`` has returned True."""
+        ...
+
+
+class Comm(Protocol):
+    """The collectives of several ranks. One thread at a time calls them, and all ranks call the same ones in order.
+
+    Tensors are one-dimensional, uint8 and contiguous; the number of bytes divides by the number of ranks. The caller
+    owns them, and leaves them alone from the call until ``wait`` of what it returned has returned True: for ever where
+    it never does. ``after`` is what ``fence()`` returned in the thread that made the bytes.
+    """
+
+    rank: int
+    world: int
+
+    def fence(self) -> object:
+        """Return a mark in the calling thread's stream of the compute device: all that it has enqueued so far."""
+        ...
+
+    def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
+        """Send the own piece, which lies at its place in ``whole``, (nbytes,) uint8, to all; receive the others."""
+        ...
+
+    def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
+        """Send piece r of ``send``, (nbytes,) uint8, to rank r; piece r of ``received``, the same, is rank r's."""
+        ...
+
+    def tell(self, message: bytes) -> Telling:
+        """Send ``message``, as long on all ranks, to all."""
+        ...
+
+
+def check_bytes(world: int, *tensors: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that no collective of ours takes."""
+    for tensor in tensors:
+        if tensor.dtype is not torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"expected a contiguous tensor of (nbytes,) uint8, got {tuple(tensor.shape)} {tensor.dtype}"
+            )
+        if tensor.numel() % world:
+            raise ValueError(f"{tensor.numel()} bytes cannot be cut into the pieces of {world} ranks")
+    if len({tensor.numel() for tensor in tensors}) > 1:
+        raise ValueError(f"expected tensors of one size, got {[tensor.numel() for tensor in tensors]} bytes")
 
 
 class NullComm:
@@ -25,3 +103,217 @@ class NullComm:
     def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's piece of a ``whole`` span: all of it."""
         return whole
+
+
+# -- gloo --------------------------------------------------------------------------------------------------------------
+
+
+class _GlooWorks:
+    """Works of gloo that together are one collective."""
+
+    __slots__ = ("_works", "buffers")
+
+    def __init__(self, works: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self.buffers = buffers
+
+    def wait(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        return all(_is_done(work, end - time.monotonic()) for work in self._works)
+
+
+def _is_done(work: Any, timeout_s: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=max(timeout_s, _LEAST_WAIT_S)))
+    except RuntimeError:
+        if not work.is_completed():  # only the slice ran out
+            return False
+        work.wait()  # returns, if the end came in between; else it raises again
+    return True
+
+
+class _GlooTelling(_GlooWorks):
+    __slots__ = ("_every", "_world")
+
+    def __init__(self, work: Any, mine: torch.Tensor, every: torch.Tensor, *, world: int) -> None:
+        super().__init__((work,), (mine, every))
+        self._every, self._world = every, world
+
+    @property
+    def messages(self) -> list[bytes]:
+        return [bytes(each.tolist()) for each in self._every.view(self._world, -1)]
+
+
+class GlooComm:
+    """Collectives between CPUs.
+
+    A gather is a broadcast of each rank's piece into its place: gloo's own all-gather allocates another whole span, and
+    takes 3 to 4 times as long (bench/ranks.py). A collective allocates nothing beyond its buffers.
+    """
+
+    __slots__ = ("_group", "rank", "world")
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank, self.world = group.rank, group.world
+
+    def fence(self) -> object:
+        """Return None: what the CPU has done is done."""
+        return None
+
+    def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
+        """Send the own piece of ``whole`` to all, and receive the others."""
+        pieces = whole.view(self.world, -1)  # (world, nbytes / world) uint8
+        group = self._group
+        return _GlooWorks(
+            [
+                dist.broadcast(piece, rank, group=group.data, async_op=True)
+                for piece, rank in zip(pieces, group.ranks, strict=True)
+            ],
+            (whole,),
+        )
+
+    def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
+        """Send piece r of ``send`` to rank r; piece r of ``received`` is rank r's."""
+        work = dist.all_to_all_single(received, send, group=self._group.data, async_op=True)
+        return _GlooWorks((work,), (send, received))
+
+    def tell(self, message: bytes) -> Telling:
+        """Send ``message``, as long on all ranks, to all."""
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        every = torch.empty(self.world * len(message), dtype=torch.uint8)
+        work = _gathering()(every, mine, group=self._group.control, async_op=True)
+        return _GlooTelling(work, mine, every, world=self.world)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._group!r})"
+
+
+def _gathering(collectives: Any = dist) -> Callable[..., Any]:
+    """Return torch's gather into one tensor, by the name that this torch has for it."""
+    found: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor
+    return found
+
+
+# -- accelerators ------------------------------------------------------------------------------------------------------
+
+
+class _Arrival:
+    """A collective of an accelerator, and the event in a stream that has waited for it."""
+
+    __slots__ = ("_event", "_work", "buffers")
+
+    def __init__(self, event: Any, work: Any, buffers: Sequence[torch.Tensor]) -> None:
+        self._event, self._work, self.buffers = event, work, buffers
+
+    def wait(self, timeout_s: float) -> bool:
+        end = time.monotonic() + timeout_s
+        while not self._event.query():
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+class DeviceComm(GlooComm):
+    """Collectives between accelerators, by NCCL or what else torch has for them; ``tell`` goes by gloo.
+
+    ``work.wait()`` of such a collective makes the current stream wait, not the thread. So collectives are issued in a
+    stream of their own, which waits for the fence of the bytes first, then for the collective, and then records an
+    event. When that event has come, all bytes are there for every stream and for the CPU.
+    """
+
+    __slots__ = ("_collectives", "_module", "_stream")
+
+    def __init__(self, group: Group, device: torch.device, *, module: Any = None, collectives: Any = dist) -> None:
+        """``module`` has the device's streams (default: torch's own of ``device``), ``collectives`` torch's names."""
+        super().__init__(group)
+        self._module = torch.get_device_module(device) if module is None else module
+        self._collectives = collectives
+        self._stream = self._module.Stream(device)
+
+    def fence(self) -> object:
+        """Return an event behind all that the calling thread's current stream has enqueued."""
+        event = self._module.Event()
+        event.record(self._module.current_stream())
+        return event
+
+    def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
+        """Send the own piece of ``whole``, on the device, to all, and receive the others in place."""
+        mine = whole.view(self.world, -1)[self.rank]
+        gathering = _gathering(self._collectives)
+        return self._issue(lambda: gathering(whole, mine, group=self._group.data, async_op=True), after, (whole,))
+
+    def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
+        """Send piece r of ``send``, on the device, to rank r; piece r of ``received`` is rank r's."""
+        exchanging = self._collectives.all_to_all_single
+        begin = lambda: exchanging(received, send, group=self._group.data, async_op=True)  # noqa: E731
+        return self._issue(begin, after, (send, received))
+
+    def _issue(self, begin: Callable[[], Any], after: object, buffers: Sequence[torch.Tensor]) -> Moving:
+        with self._module.stream(self._stream):
+            if after is not None:
+                self._stream.wait_event(after)  # order: no byte is read before it is made
+            work = begin()
+            work.wait()  # order: the stream waits for the bytes before it records the event
+            event = self._module.Event()
+            event.record(self._stream)
+        return _Arrival(event, work, buffers)
+
+
+class _Staged:
+    """A collective in DRAM, and the copy to the device that ends it."""
+
+    __slots__ = ("_copy_in", "_moving", "buffers")
+
+    def __init__(self, moving: Moving, copy_in: Callable[[], object], buffers: Sequence[torch.Tensor]) -> None:
+        self._moving, self._copy_in = moving, copy_in
+        self.buffers = (*moving.buffers, *buffers)
+
+    def wait(self, timeout_s: float) -> bool:
+        if not self._moving.wait(timeout_s):
+            return False
+        self._copy_in()
+        return True
+
+
+class StagedComm(GlooComm):
+    """Collectives between accelerators that torch has none for: through buffers in DRAM, and gloo.
+
+    The caller lends ``sending`` and ``receiving``, (nbytes,) uint8 in page-locked DRAM and as large as the largest
+    tensor, for as long as this is used. A copy begins when the fence of the bytes has come; copies block.
+    """
+
+    __slots__ = ("_device", "_receiving", "_sending")
+
+    def __init__(self, group: Group, sending: torch.Tensor, receiving: torch.Tensor, *, device: torch.device) -> None:
+        super().__init__(group)
+        self._sending, self._receiving, self._device = sending, receiving, device
+
+    def fence(self) -> object:
+        """Return an event behind all that the calling thread's current stream has enqueued."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device)
+        event.record()
+        return event
+
+    def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
+        """Send the own piece of ``whole``, on the device, to all, and receive the others."""
+        _come(after)
+        there = self._receiving[: whole.numel()]
+        there.view(self.world, -1)[self.rank].copy_(whole.view(self.world, -1)[self.rank])
+        return _Staged(super().gather(there), lambda: whole.copy_(there), (whole,))
+
+    def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
+        """Send piece r of ``send``, on the device, to rank r; piece r of ``received`` is rank r's."""
+        _come(after)
+        ours, theirs = self._sending[: send.numel()], self._receiving[: received.numel()]
+        ours.copy_(send)
+        return _Staged(super().exchange(ours, theirs), lambda: received.copy_(theirs), (send, received))
+
+
+def _come(event: Any) -> None:
+    """Block until the event has come."""
+    if event is not None:
+        event.synchronize()

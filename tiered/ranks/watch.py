@@ -1,0 +1,292 @@
+"""Watch: what a rank knows of the others' ends, and how it ends itself because of them.
+
+A collective may wait for a dead rank to its deadline. So each rank has a thread for each other rank that does nothing
+but receive from it: a connection that breaks is a death.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import signal
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from tiered.bytes.critical_section import BoundedThread
+from tiered.bytes.exit_and_fork import this_process
+from tiered.bytes.interrupt import INTERRUPTS
+from tiered.errors import DeviceError, RankLostError, StepAbandonedError
+from tiered.ranks.group import Group
+
+__all__ = ["EXIT_STATUS", "Watch", "copy_of", "leave"]
+
+EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command, started again, goes on from the last commit
+
+_TAG = 7
+_NBYTES = 512  # of a message: (word, rank, number, text)
+_HEAD = struct.Struct("<BIQ")
+_PLACE, _GOODBYE, _ABANDONED, _LOST = range(1, 5)
+_MOST_SENT = 1024  # messages to one rank whose memory is kept: a stopped rank takes none
+_SLICE_S = 0.1
+_Error = TypeVar("_Error", bound=Exception)
+_log = logging.getLogger("tiered")
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """The content of a message; ``rank`` and ``number`` mean something with some words alone."""
+
+    word: int
+    rank: int
+    number: int
+    text: str
+
+    def packed(self) -> torch.Tensor:
+        text = self.text.encode()[: _NBYTES - _HEAD.size]
+        return torch.frombuffer(
+            bytearray((_HEAD.pack(self.word, self.rank, self.number) + text).ljust(_NBYTES, b"\0")), dtype=torch.uint8
+        )
+
+    @classmethod
+    def unpacked(cls, buffer: torch.Tensor) -> _Message:
+        raw = bytes(buffer.tolist())
+        text = raw[_HEAD.size :].rstrip(b"\0").decode(errors="ignore")  # a cut may have struck inside a letter
+        word, rank, number = _HEAD.unpack_from(raw)
+        return cls(word, rank, number, text)
+
+
+class Watch:
+    """The threads that listen to the other ranks, one for each, and what they have heard.
+
+    The first death, loss or abandonment that is known stays the cause: each ``check`` from then on raises it. A rank
+    that has said goodbye is missed only by collectives that it took no part in. Each rank says goodbye once to each
+    other, at its own end or in answer, and a thread ends when it has heard the other's: so nothing is under way at a
+    good end. All methods are thread-safe.
+    """
+
+    def __init__(self, group: Group) -> None:
+        """Start to listen; a good end is ``close``. Raises CapacityError where no thread can be started."""
+        self._group = group
+        self._process = this_process()
+        self._lock = threading.Lock()
+        self._cause: DeviceError | StepAbandonedError | None = None
+        self._known_at = 0.0
+        self._number = 0  # of the last collective that this rank has ended
+        self._left: dict[int, int] = {}  # rank -> the number of the last collective that it ended before its goodbye
+        self._said: set[int] = set()  # the ranks that have, or are getting, our goodbye
+        self._dead: set[int] = set()
+        self._places: dict[int, tuple[int, str]] = {}  # rank -> the last number and place that it told
+        self._sent = {peer: deque[object](maxlen=_MOST_SENT) for peer in self._peers}  # lifetime: gloo may read them
+        self._before_sigterm: Any = None
+        self._threads = [self._thread(self._listen, peer) for peer in self._peers]
+        for thread in self._threads:
+            thread.start()
+        self._stand_before_sigterm()
+
+    @property
+    def _peers(self) -> list[int]:
+        return [rank for rank in range(self._group.world) if rank != self._group.rank]
+
+    @property
+    def known_s(self) -> float:
+        """Seconds since this rank knows of a cause that ``check`` raises; 0 where it knows of none."""
+        return time.monotonic() - self._known_at if self._cause is not None else 0.0
+
+    def check(self, number: int, text: str = "") -> None:
+        """Raise what keeps collective ``number``, described by ``text``, from its end. Does not block.
+
+        RankLostError for a rank that has died, was missed by another rank, or has ended before this collective;
+        StepAbandonedError where another rank has given up.
+        """
+        if self._cause is not None:
+            raise copy_of(self._cause) from self._cause
+        for rank, last in list(self._left.items()):
+            if number > last:
+                place = self.place_of(rank)
+                raise RankLostError(
+                    f"rank {rank} has ended its script or closed its store after collective {last}; rank"
+                    f" {self._group.rank} asks for collective {number}{text and ', '}{text}: expected the same"
+                    f" collectives on all ranks (last known of rank {rank}: {place or 'nothing'})",
+                    rank=rank,
+                    place=place,
+                )
+
+    def note_end_of(self, number: int) -> None:
+        """Note that this rank has ended collective ``number``: its goodbye says so."""
+        self._number = number
+
+    def tell_place(self, number: int, place: str) -> None:
+        """Tell the other ranks where this one is, for their messages. Does not block."""
+        self._tell(_Message(_PLACE, self._group.rank, number, place))
+
+    def tell_abandoned(self, reason: str) -> None:
+        """Tell the other ranks that this one has given up the step: they raise StepAbandonedError. Does not block."""
+        self._tell(_Message(_ABANDONED, self._group.rank, self._number, reason))
+
+    def tell_lost(self, rank: int, place: str) -> None:
+        """Tell the other ranks that this one has lost ``rank``: they raise RankLostError. Does not block."""
+        self._tell(_Message(_LOST, rank, self._number, place))
+
+    def place_of(self, rank: int) -> str:
+        """Return the last that ``rank`` told of where it is; "" where it told nothing."""
+        return self._places.get(rank, (0, ""))[1]
+
+    def missing(self, number: int) -> list[int]:
+        """Return the ranks that have not told that they wait in collective ``number``, too."""
+        return [peer for peer in self._peers if self._places.get(peer, (0, ""))[0] < number]
+
+    def close(self, deadline_s: float) -> bool:
+        """Say goodbye to the living, and wait until all have answered; return whether they have. Idempotent.
+
+        The other ranks' threads answer, whatever their scripts do. An interrupt is raised here.
+        """
+        if not self._process.is_here:
+            return True
+        end = time.monotonic() + deadline_s
+        speakers = [self._thread(self._say_goodbye, peer) for peer in self._peers if peer not in self._said]
+        for thread in speakers:
+            thread.start()
+        for thread in (*speakers, *self._threads):
+            while thread.is_alive() and time.monotonic() < end:
+                INTERRUPTS.look()
+                thread.join(_SLICE_S)
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm and INTERRUPTS.thread == threading.get_ident():
+            signal.signal(signal.SIGTERM, self._before_sigterm)
+        return not any(thread.is_alive() for thread in (*speakers, *self._threads))
+
+    def __repr__(self) -> str:
+        return f"Watch(rank {self._group.rank}, {self._cause or 'all is well'}, {len(self._left)} goodbyes)"
+
+    # Below: messages
+
+    def _thread(self, target: Any, peer: int) -> BoundedThread:
+        return BoundedThread(target=target, args=(peer,), name=f"tiered watch of rank {peer}")
+
+    def _listen(self, peer: int) -> None:
+        buffer = torch.zeros(_NBYTES, dtype=torch.uint8)
+        is_open = True
+        while is_open:
+            try:
+                self._group.watch.recv([buffer], peer, _TAG).wait()
+            except RuntimeError:
+                self._note_death(peer)
+                return
+            is_open = self._take(peer, _Message.unpacked(buffer))
+        self._say_goodbye(peer)
+
+    def _take(self, peer: int, message: _Message) -> bool:
+        """Take a message of ``peer``; return whether others may follow."""
+        if message.word == _GOODBYE:
+            self._left[peer] = message.number
+        elif message.word == _PLACE:
+            self._places[peer] = message.number, message.text
+        elif message.word == _ABANDONED:
+            self._note(StepAbandonedError(f"rank {peer} has abandoned the step: {message.text}"))
+        elif message.rank != self._group.rank:
+            self._note(
+                RankLostError(
+                    f"rank {message.rank} is lost, says rank {peer}: {message.text}",
+                    rank=message.rank,
+                    place=message.text,
+                )
+            )
+        else:
+            self._note(
+                RankLostError(
+                    f"rank {peer} has given up waiting for this rank, {message.rank}: {message.text}",
+                    rank=peer,
+                    place=self.place_of(peer),
+                )
+            )
+        return message.word != _GOODBYE
+
+    def _note_death(self, peer: int) -> None:
+        with self._lock:
+            self._dead.add(peer)
+            if peer in self._said:  # its end after our goodbye is no death
+                return
+        place = self.place_of(peer)
+        self._note(
+            RankLostError(
+                f"rank {peer} is gone: its connection has ended without a goodbye (last known of it:"
+                f" {place or 'nothing'}); expected all {self._group.world} ranks to run on; start them again, and"
+                " training goes on from the last commit",
+                rank=peer,
+                place=place,
+            )
+        )
+
+    def _note(self, cause: DeviceError | StepAbandonedError) -> None:
+        with self._lock:
+            if self._cause is None:
+                self._known_at = time.monotonic()
+                self._cause = cause  # order: known_s looks at it first
+
+    def _tell(self, message: _Message) -> None:
+        with self._lock:
+            for peer in self._peers:
+                if peer not in self._dead and peer not in self._said:
+                    packed = message.packed()
+                    try:
+                        self._sent[peer].append((self._group.watch.send([packed], peer, _TAG), packed))
+                    except RuntimeError:  # the listening thread hears the same
+                        pass
+
+    def _say_goodbye(self, peer: int) -> None:
+        with self._lock:
+            if peer in self._said or peer in self._dead:
+                return
+            self._said.add(peer)
+            number = self._number
+        packed = _Message(_GOODBYE, self._group.rank, number, "").packed()
+        try:
+            self._group.watch.send([packed], peer, _TAG).wait()
+        except RuntimeError:  # it is dead
+            pass
+
+    # Below: SIGTERM
+
+    def _stand_before_sigterm(self) -> None:
+        """Have a SIGTERM that follows another rank's death end this process: torchrun kills what it does not end."""
+        if threading.get_ident() == INTERRUPTS.thread:
+            self._before_sigterm = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if isinstance(self._cause, RankLostError) and self._process.is_here:
+            leave(f"SIGTERM after {self._cause}")
+        elif callable(self._before_sigterm):
+            self._before_sigterm(number, frame)
+        elif self._before_sigterm is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def copy_of(error: _Error) -> _Error:
+    """Return a copy of an error that several threads raise: each raise adds its own traceback."""
+    copied = copy.copy(error)
+    copied.__traceback__ = None
+    return copied
+
+
+def leave(reason: str) -> NoReturn:
+    """End the process at once with status 75, after its log is flushed.
+
+    An ordinary exit would wait for collectives that another rank no longer takes part in, up to gloo's own deadline.
+    """
+    try:
+        _log.error("this rank leaves with status %d: %s", EXIT_STATUS, reason)
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        os._exit(EXIT_STATUS)
