@@ -89,6 +89,10 @@ class MemoryMapping:
         _kept.pop(self.start, None)
         self._end()
 
+    def holds(self, address: int) -> bool:
+        """Return whether ``address`` lies in this mapping."""
+        return self.start <= address < self.start + len(self.memory)
+
     def keep(self) -> None:
         """Have the addresses stay mapped until ``unmap``, or for good, whatever becomes of the views."""
         _kept[self.start] = self.memory.obj
@@ -339,6 +343,7 @@ class Arena:
         self._peak_nbytes = 0
         self.discarded_nbytes = 0  # warm bytes given back to the kernel so far; steady use keeps this constant
         self._num_leased = 0
+        self._quarantined: list[Buffer] = []
         _warn_of_small_pages()
         self._map(self._first_sizes())
 
@@ -409,9 +414,21 @@ class Arena:
                 self._take_back(start, end)
             self._leased_nbytes -= buffer.nbytes
             self._num_leased -= 1
-            if self._is_closed and not self._num_leased:
-                self._unmap()
+            if self._is_closed and self._num_leased == len(self._quarantined):
+                self._unmap_unused()
         return True
+
+    def quarantine(self, buffer: Buffer) -> None:
+        """Never lease the bytes of ``buffer`` again: another process, or a thread of a library, may write into them.
+
+        They stay leased until ``close``, which does not wait for them, and mapped to the end of the process. The buffer
+        is released no more. Raises UsageError in a fork.
+        """
+        self._process.check("the arena")
+        with self._lock:
+            self._quarantined.append(buffer)
+            if self._is_closed and self._num_leased == len(self._quarantined):
+                self._unmap_unused()
 
     def close(self) -> None:
         """Refuse new leases and unmap; while buffers are leased, the release of the last one unmaps. Idempotent."""
@@ -419,8 +436,8 @@ class Arena:
             return  # a forked child has no mapping, and may use its addresses for something else
         with self._lock:
             self._is_closed = True
-            if not self._num_leased:
-                self._unmap()
+            if self._num_leased == len(self._quarantined):
+                self._unmap_unused()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "open"
@@ -486,6 +503,17 @@ class Arena:
             if 0 <= offset < len(mapping.memory):
                 return mapping.memory[offset : offset + size]
         raise AssertionError(f"0x{start:x} is in no mapping")
+
+    def _unmap_unused(self) -> None:
+        """Unmap, when no buffer is leased but those in quarantine, which keep their mappings."""
+        for mapping in list(self._mappings):
+            if any(mapping.holds(buffer.address) for buffer in self._quarantined):
+                mapping.keep()
+                self._mappings.remove(mapping)
+        self._leased_nbytes -= sum(buffer.nbytes for buffer in self._quarantined)
+        self._num_leased -= len(self._quarantined)
+        self._quarantined.clear()
+        self._unmap()
 
     def _unmap(self) -> None:
         while self._mappings:

@@ -38,6 +38,7 @@ __all__ = ["Store"]
 
 
 _DEADLINE_S = 60.0
+_RANK_DEADLINE_S = 600.0
 
 
 class Store(TensorMapping):
@@ -56,6 +57,7 @@ class Store(TensorMapping):
 
     device_memory: int | None  # the compute device's budget in bytes
     process_group: bool | None = None  # False: this process alone, whatever ranks there are
+    rank_deadline: float = _RANK_DEADLINE_S  # seconds that a wait for another rank may last
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Store(TensorMapping):
         dram: int | str | None = None,
         device_memory: int | str | None = None,
         process_group: bool | None = None,
+        rank_deadline: float = _RANK_DEADLINE_S,
         durable: bool = True,
         engine: str = "auto",
         mode: str = "a",
@@ -78,6 +81,8 @@ class Store(TensorMapping):
         free memory); 0: it serves none. ``dram`` is page-locked, 0.1 s a GiB, by the first model or tensor on one.
         ``process_group=False`` says that the store is this process's alone where there are ranks, which
         ``tiered.shard`` refuses otherwise; groups come with a later release.
+        ``rank_deadline``: seconds that a wait for another rank may last before ``RankLostError``, in the first step
+        three times as long; kept as an attribute, and of no effect with one rank.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
         "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads.
         ``external``: safetensors files, or folders of them, in which tensors may lie and are read in place (``adopt``,
@@ -90,6 +95,7 @@ class Store(TensorMapping):
                 " store that is this process's alone"
             )
         self.process_group = process_group
+        self.rank_deadline = _checked_seconds(rank_deadline)
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             INTERRUPTS.begin(self)
@@ -421,3 +427,11 @@ class Store(TensorMapping):
                 self._generations.finish_at_exit()
             finally:
                 self._refusals.service = Service.LATE
+
+
+def _checked_seconds(rank_deadline: float) -> float:
+    if isinstance(rank_deadline, bool) or not isinstance(rank_deadline, int | float):
+        raise TypeError(f"rank_deadline={rank_deadline!r}: expected seconds, such as 600")
+    if not 0 < rank_deadline < float("inf"):
+        raise ValueError(f"rank_deadline={rank_deadline!r}: expected a number of seconds above 0")
+    return float(rank_deadline)
