@@ -133,15 +133,15 @@ def _is_done(work: Any, timeout_s: float) -> bool:
 
 
 class _GlooTelling(_GlooWorks):
-    __slots__ = ("_every", "_world")
+    __slots__ = ("_every",)
 
-    def __init__(self, work: Any, mine: torch.Tensor, every: torch.Tensor, *, world: int) -> None:
+    def __init__(self, work: Any, mine: torch.Tensor, every: torch.Tensor) -> None:
         super().__init__((work,), (mine, every))
-        self._every, self._world = every, world
+        self._every = every  # (world, nbytes) uint8
 
     @property
     def messages(self) -> list[bytes]:
-        return [bytes(each.tolist()) for each in self._every.view(self._world, -1)]
+        return [bytes(each.tolist()) for each in self._every]
 
 
 class GlooComm:
@@ -164,35 +164,20 @@ class GlooComm:
     def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
         """Send the own piece of ``whole`` to all, and receive the others."""
         pieces = whole.view(self.world, -1)  # (world, nbytes / world) uint8
-        group = self._group
-        return _GlooWorks(
-            [
-                dist.broadcast(piece, rank, group=group.data, async_op=True)
-                for piece, rank in zip(pieces, group.ranks, strict=True)
-            ],
-            (whole,),
-        )
+        return _GlooWorks([self._group.data.broadcast(piece, rank) for rank, piece in enumerate(pieces)], (whole,))
 
     def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
         """Send piece r of ``send`` to rank r; piece r of ``received`` is rank r's."""
-        work = dist.all_to_all_single(received, send, group=self._group.data, async_op=True)
-        return _GlooWorks((work,), (send, received))
+        return _GlooWorks((self._group.data.alltoall_base(received, send, [], []),), (send, received))
 
     def tell(self, message: bytes) -> Telling:
         """Send ``message``, as long on all ranks, to all."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        every = torch.empty(self.world * len(message), dtype=torch.uint8)
-        work = _gathering()(every, mine, group=self._group.control, async_op=True)
-        return _GlooTelling(work, mine, every, world=self.world)
+        every = torch.empty(self.world, len(message), dtype=torch.uint8)
+        return _GlooTelling(self._group.control.allgather([list(every)], [mine]), mine, every)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._group!r})"
-
-
-def _gathering(collectives: Any = dist) -> Callable[..., Any]:
-    """Return torch's gather into one tensor, by the name that this torch has for it."""
-    found: Callable[..., Any] = getattr(collectives, "all_gather_single", None) or collectives.all_gather_into_tensor
-    return found
 
 
 # -- accelerators ------------------------------------------------------------------------------------------------------
@@ -241,7 +226,8 @@ class DeviceComm(GlooComm):
     def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
         """Send the own piece of ``whole``, on the device, to all, and receive the others in place."""
         mine = whole.view(self.world, -1)[self.rank]
-        gathering = _gathering(self._collectives)
+        names = self._collectives  # torch 2.11 has the second name only
+        gathering = getattr(names, "all_gather_single", None) or names.all_gather_into_tensor
         return self._issue(lambda: gathering(whole, mine, group=self._group.data, async_op=True), after, (whole,))
 
     def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:

@@ -464,4 +464,4 @@ class CommThread:
 
     def _keep(self, under_way: object) -> None:
         self._has_pending = True
-        _quarantine.append(under_way)
+        _quarantine.append((under_way, self.comm))  # the end of a group of gloo waits for all that is under way

@@ -6,6 +6,9 @@ No collective of a model is here: comm.py has these, and comm_thread.py issues t
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which say
 _WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its connection, and a watch receives for ever
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_NBYTES = 16
+_torch: Any = dist  # for names that its stubs do not have
 
 
 class NullGroup:
@@ -36,9 +40,6 @@ class NullGroup:
     local_rank = 0
     local_world = 1
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def __repr__(self) -> str:
         return "NullGroup()"
 
@@ -46,34 +47,36 @@ class NullGroup:
 class Group:
     """Several ranks and four torch groups of their own: data, control, commit, watch.
 
-    Nothing is ever issued on the caller's group. Each of the four serves one thread alone, since two threads that
-    issue on one group mix their bytes without an error. Control, commit and watch are gloo groups, also beside a
-    caller's group that has no device for the CPU; data is the caller's kind where that serves the compute device.
+    Nothing is ever issued on the caller's group; only its store is used, to find each other. Each of the four serves
+    one thread alone, since two threads that issue on one group mix their bytes without an error. Control, commit and
+    watch are gloo groups, also beside a caller's group that has no device for the CPU; data is the caller's kind where
+    that serves the compute device. Those of gloo are no groups that torch knows by name: ``destroy_process_group()``
+    of the caller leaves them alone, and they end with the last object that refers to this.
 
-    ``rank`` and ``world`` count within the group, ``local_rank`` and ``local_world`` among the ranks of the group that
-    run under the same boot of a machine. ``ranks`` are the numbers in the default group, ``deadline_s`` is in seconds.
+    ``rank`` and ``world`` are those of the caller's group, ``local_rank`` and ``local_world`` count the ranks that run
+    under the same boot of a machine. ``deadline_s`` is in seconds.
     """
 
     __slots__ = (
-        "commit", "control", "data", "deadline_s", "is_data_on_device", "local_rank", "local_world", "rank", "ranks",
-        "watch", "world",
+        "_name", "_store", "commit", "control", "data", "deadline_s", "is_data_on_device", "local_rank", "local_world",
+        "rank", "watch", "world",
     )  # fmt: skip
 
-    def __init__(self, ranks: list[int], deadline_s: float, device_kind: str | None) -> None:
-        """Make the groups, with all ranks of ``ranks``; ``device_kind`` is torch's word for the data group's, or None.
+    def __init__(self, caller: dist.ProcessGroup, deadline_s: float, device_kind: str | None) -> None:
+        """Make the groups, with all ranks of ``caller``; ``device_kind`` is torch's word for the data group's, or None.
 
         ``Group.of`` is the call for it.
         """
-        self.ranks = ranks
-        self.world = len(ranks)
-        self.rank = ranks.index(dist.get_rank())
+        self.rank, self.world = caller.rank(), caller.size()
         self.deadline_s = deadline_s
         self.is_data_on_device = device_kind is not None
+        self._store = _store_of(caller)
+        self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
         timeout = timedelta(seconds=FIRST_STEP_FACTOR * deadline_s + _LATER_S)
-        self.control = self._new(timeout, "gloo")
-        self.data = self._new(timeout, device_kind or "gloo")
-        self.commit = self._new(timeout, "gloo")
-        self.watch = self._new(_WATCH_DEADLINE, "gloo")
+        self.control = self._new("control", timeout)
+        self.commit = self._new("commit", timeout)
+        self.watch = self._new("watch", _WATCH_DEADLINE)
+        self.data = self._new("data", timeout) if device_kind is None else _on_device(caller, device_kind, timeout)
         ids = self._boot_ids()
         here = [rank for rank, each in enumerate(ids) if each == ids[self.rank]]
         self.local_rank, self.local_world = here.index(self.rank), len(here)
@@ -101,34 +104,44 @@ class Group:
             raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given")
         if not isinstance(caller, dist.ProcessGroup):
             raise TypeError(f"expected None, False, a process group or a DeviceMesh, got {process_group!r}")
-        ranks = sorted(dist.get_process_group_ranks(caller))
-        if len(ranks) == 1:
+        if caller.size() == 1:
             return NullGroup()
-        return cls(ranks, deadline_s, _device_kind(caller, device))
+        return cls(caller, deadline_s, _device_kind(caller, device))
 
-    def close(self) -> None:
-        """Do nothing: the torch groups live until the caller's ``destroy_process_group()`` or the process's end.
-
-        They cannot end one by one: torch names a group by its ranks, and finds the old addresses under a used name.
-        """
-
-    def _new(self, timeout: timedelta, kind: str) -> dist.ProcessGroup:
-        # Only the members take part: a part of the ranks may open a store that the others know nothing of.
-        made = outside(dist.new_group, self.ranks, timeout=timeout, backend=kind, use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)
-        return made
+    def _new(self, what: str, timeout: timedelta) -> Any:  # torch's stubs of its groups lack most of their methods
+        # torch's new_group names a group of a part of the ranks by the number of groups that each process knows, and
+        # waits for ever where that differs. This name is the same wherever the caller's group is.
+        store = _torch.PrefixStore(f"{self._name}/{what}", self._store)
+        return outside(_torch.ProcessGroupGloo, store, self.rank, self.world, timeout)
 
     def _boot_ids(self) -> list[bytes]:
         """Return a digest of each rank's boot id: ranks under one kernel, in containers too, have the same."""
         text = _BOOT_ID.read_text() if _BOOT_ID.exists() else f"rank {self.rank}"
         mine = torch.tensor(list(hashlib.blake2b(text.encode(), digest_size=_ID_NBYTES).digest()), dtype=torch.uint8)
-        every = [torch.empty(_ID_NBYTES, dtype=torch.uint8) for _ in self.ranks]
-        outside(dist.all_gather, every, mine, group=self.control)
+        every = torch.empty(self.world, _ID_NBYTES, dtype=torch.uint8)
+        outside(self.control.allgather([list(every)], [mine]).wait)
         return [bytes(each.tolist()) for each in every]
 
     def __repr__(self) -> str:
         where = f"{self.local_rank} of {self.local_world} of this machine"
         return f"Group(rank {self.rank} of {self.world}, {where}, deadline {self.deadline_s:g} s)"
+
+
+_num_made: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by the caller's group: a name is used once
+
+
+def _store_of(caller: Any) -> Any:
+    """Return the store in which the ranks of ``caller`` find each other."""
+    if hasattr(caller, "get_group_store"):  # torch 2.11 has no such method
+        return caller.get_group_store()
+    return _torch.PrefixStore(caller.group_name, _torch.distributed_c10d._get_default_store())
+
+
+def _on_device(caller: dist.ProcessGroup, kind: str, timeout: timedelta) -> Any:
+    """Return a new group of torch's for the ranks of ``caller``, of the ``kind`` that serves the compute device."""
+    ranks = dist.get_process_group_ranks(caller)
+    is_part = len(ranks) < dist.get_world_size()
+    return outside(dist.new_group, ranks, timeout=timeout, backend=kind, use_local_synchronization=is_part)
 
 
 def _is_initialized() -> bool:
