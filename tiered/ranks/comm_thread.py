@@ -181,12 +181,20 @@ class CommThread:
         return self._ask(task)
 
     def exchange(
-        self, unit: str, send: torch.Tensor, *, received: torch.Tensor, payload: bytes = b"", owner: object = None
+        self,
+        unit: str,
+        send: torch.Tensor,
+        *,
+        received: torch.Tensor,
+        payload: bytes = b"",
+        ready: Callable[[], object] | None = None,
+        owner: object = None,
     ) -> Ticket:
         """Ask for piece r of ``send`` to go to rank r, and that of rank r to come in ``received``; does not block.
 
         Both are (nbytes,) uint8, and in use until ``Ticket.frees_buffers``. ``payload``, as long on all ranks, goes to
-        all before: ``Ticket.wait`` returns that of each rank. Raises as ``gather`` does.
+        all before: ``Ticket.wait`` returns that of each rank. ``send`` is complete when ``ready`` has
+        returned. Raises as ``gather`` does.
         """
         check_bytes(self.comm.world, send, received)
         fence = self.comm.fence()
@@ -195,7 +203,7 @@ class CommThread:
             lambda comm: comm.exchange(send, received, after=fence),
             (send, received),
         )
-        task.payload, task.owner = payload or None, owner
+        task.payload, task.ready, task.owner = payload or None, ready, owner
         return self._ask(task)
 
     def agree(self, word: str, payload: bytes) -> Ticket:
