@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +37,7 @@ _DIGEST_NBYTES = 24
 _DESCRIPTION_NBYTES = 256
 _NUM_WORDS = 64  # that a message of a departure can choose from
 _NUM_SHOWN = 3
+_M = TypeVar("_M", bound=Moving)
 _log = logging.getLogger("tiered")
 _quarantine: list[object] = []  # lifetime: gloo may write into these to the end of the process
 
@@ -341,49 +343,51 @@ class CommThread:
             self._move(task, task.begin)
 
     def _told(self, message: bytes, task: _Task, stage: str) -> tuple[bytes, ...]:
-        telling = self.comm.tell(message)
-        try:
-            self._wait(telling, task, stage)
-        except BaseException:
-            self._keep(telling)
-            raise
-        return tuple(telling.messages)
+        return tuple(self._through(lambda: self.comm.tell(message), task, stage).messages)
 
     def _move(self, task: _Task, begin: Callable[[Comm], Moving]) -> None:
-        moving: object = None
         try:
-            moving = begun = begin(self.comm)
-            self._wait(begun, task, "moving bytes")
-        except BaseException as error:
-            self._keep((moving, task.buffers))  # a part of a collective may have begun also where ``begin`` failed
+            self._through(lambda: begin(self.comm), task, "moving bytes")
+        except BaseException:
             self._quarantine(task)
-            if moving is None and isinstance(error, RuntimeError):
-                raise self._cause_of(error, task) from error
             raise
         self._moved_bytes += task.buffers[0].numel()
+
+    def _through(self, begin: Callable[[], _M], task: _Task, stage: str) -> _M:
+        """Begin a collective, wait for its end, and return it."""
+        moving: _M | None = None
+        begun = time.monotonic()
+        try:
+            moving = begin()
+            self._wait(moving, task, stage)
+        except BaseException as error:
+            # Lifetime: a part may be under way where ``begin`` failed, too; and the end of a gloo group waits for it.
+            self._has_pending = True
+            _quarantine.append((moving, task.buffers, self.comm))
+            if isinstance(error, RuntimeError):  # torch's; those of tiered are none
+                raise self._cause_of(error, task) from error
+            raise
+        finally:
+            self._comm_wait_s += time.monotonic() - begun
+        return moving
 
     def _wait(self, moving: Moving, task: _Task, stage: str) -> None:
         """Wait for the end of ``moving`` in slices, with a look at the watch in between."""
         begun = time.monotonic()
         has_told = has_logged = False
-        try:
-            while not moving.wait(_SLICE_S):
-                waited = time.monotonic() - begun
-                if self._failure is not None:
-                    raise self._failure
-                self.watch.check(task.number, task.text)
-                if waited > self.deadline_s:
-                    raise self._late(task, stage, waited)
-                if not has_told and waited > self._after(_PLACE_S):
-                    has_told = True
-                    self.watch.tell_place(task.number, f"it waits for others in {task} ({stage})")
-                if not has_logged and waited > self._after(_LINE_S):
-                    has_logged = True
-                    _log.warning("%s", self._line(task, stage, waited))
-        except RuntimeError as error:  # of gloo; those of tiered are none
-            raise self._cause_of(error, task) from error
-        finally:
-            self._comm_wait_s += time.monotonic() - begun
+        while not moving.wait(_SLICE_S):
+            waited = time.monotonic() - begun
+            if self._failure is not None:
+                raise self._failure
+            self.watch.check(task.number, task.text)
+            if waited > self.deadline_s:
+                raise self._late(task, stage, waited)
+            if not has_told and waited > self._after(_PLACE_S):
+                has_told = True
+                self.watch.tell_place(task.number, f"it waits for others in {task} ({stage})")
+            if not has_logged and waited > self._after(_LINE_S):
+                has_logged = True
+                _log.warning("%s", self._line(task, stage, waited))
 
     # Below: failures
 
@@ -469,7 +473,3 @@ class CommThread:
         task.ticket.is_quarantined = True
         self._quarantined.append(task.buffers if task.owner is None else task.owner)
         self._quarantined_bytes += sum(buffer.numel() for buffer in task.buffers)
-
-    def _keep(self, under_way: object) -> None:
-        self._has_pending = True
-        _quarantine.append((under_way, self.comm))  # the end of a group of gloo waits for all that is under way
