@@ -148,13 +148,19 @@ class Ranks:
     def run(self, name: str, **arguments: Any) -> list[Any]:
         """Return what the case ``name`` returned on each rank; raise what it raised."""
         self.start(name, **arguments)
-        return [self.result(rank) for rank in range(self.world)]
+        lines = [self._last_line(rank) for rank in range(self.world)]
+        return [self._result(rank, line) for rank, line in enumerate(lines)]
 
     def result(self, rank: int) -> Any:
-        while True:
-            line = self.line(rank)
-            if line is None or "result" in line or "raised" in line:
-                break
+        """Return what the case returned on ``rank``; raise what it raised."""
+        return self._result(rank, self._last_line(rank))
+
+    def _last_line(self, rank: int) -> Any:
+        while (line := self.line(rank)) is not None and "result" not in line and "raised" not in line:
+            pass
+        return line
+
+    def _result(self, rank: int, line: Any) -> Any:
         assert line is not None, f"rank {rank} has ended"
         assert "raised" not in line, line["raised"]
         return line["result"]
