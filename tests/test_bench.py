@@ -178,3 +178,11 @@ def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     for name, most in (("fault-in", 8), ("bucket", 9)):
         assert ways[name]["zero"] + ways[name]["tiers"] <= most, output
     assert not list(tmp_path.iterdir())
+
+
+def test_ranks_runs_tiny(warm_python: WarmPython) -> None:
+    tiny = ["--nbytes", "1MiB", "--pairs", "1", "--kills", "1", "--worlds", "2", "--kinds", "other unit,one more"]
+    result, output = run("ranks", *tiny, python=warm_python)
+    assert result["gathers"][0]["ratio"] > 0
+    assert (result["kills"]["kills"], result["kills"]["wrong"]) == (1, []), output
+    assert result["departures"]["departures"] == 4

@@ -89,8 +89,11 @@ class ScriptedWatch:
     def tell_abandoned(self, reason: str) -> None:
         self.said.append(("abandoned", reason))
 
-    def tell_lost(self, rank: int, place: str) -> None:
-        self.said.append(("lost", rank, place))
+    def tell_lost(self, rank: int, reason: str) -> None:
+        self.said.append(("lost", rank, reason))
+
+    def deliver(self, timeout_s: float) -> None:
+        pass
 
     def place_of(self, rank: int) -> str:
         return "it computes" if rank == 1 else ""

@@ -1,7 +1,7 @@
 """Comm: the collectives that a unit's bytes go through, each begun and then waited for in slices.
 
 GlooComm is for the CPU, DeviceComm for an accelerator that torch has collectives for, StagedComm for one without; a
-single rank has NullComm. Whoever calls them has agreed with the other ranks before: comm_thread.py.
+single rank has NullComm. The ranks have agreed before each of them: comm_thread.py.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class GlooComm:
     def tell(self, message: bytes) -> Telling:
         """Send ``message``, as long on all ranks, to all."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        every = torch.empty(self.world, len(message), dtype=torch.uint8)
+        every = torch.empty(self.world, len(message), dtype=torch.uint8, device="cpu")
         return _GlooTelling(self._group.control.allgather([list(every)], [mine]), mine, every)
 
     def __repr__(self) -> str:

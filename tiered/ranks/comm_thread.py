@@ -33,6 +33,7 @@ __all__ = ["CommStatistics", "CommThread", "Ticket"]
 _SLICE_S = 0.1
 _GRACE_S = 1.0  # in which the watch finds the death behind a failed collective, and the comm thread a known cause
 _PLACE_S, _LINE_S = 5.0, 30.0  # of waiting, after which a rank tells its place, and logs who is missing
+_DELIVER_S = 0.2  # at most, a rank, for the message that this one leaves because of another
 _DIGEST_NBYTES = 24
 _DESCRIPTION_NBYTES = 256
 _NUM_WORDS = 64  # that a message of a departure can choose from
@@ -302,6 +303,7 @@ class CommThread:
             self.abandon(f"{type(uncaught).__name__}: {uncaught}")
         self.close()
         if self._has_pending:
+            self.watch.deliver(_DELIVER_S)
             leave(str(self._failure or "another rank did not answer this one's goodbye"))
 
     # Below: the thread
@@ -445,7 +447,7 @@ class CommThread:
 
     def _tell_of(self, error: Exception) -> None:
         """Tell the other ranks of a failure that they may not know."""
-        if self.watch.known_s or isinstance(error, StepAbandonedError) or self._failure is not None:
+        if isinstance(error, StepAbandonedError) or self._failure is not None:
             return
         if isinstance(error, RankLostError) and error.rank >= 0:
             self.watch.tell_lost(error.rank, str(error))

@@ -117,8 +117,9 @@ class Group:
     def _boot_ids(self) -> list[bytes]:
         """Return a digest of each rank's boot id: ranks under one kernel, in containers too, have the same."""
         text = _BOOT_ID.read_text() if _BOOT_ID.exists() else f"rank {self.rank}"
-        mine = torch.tensor(list(hashlib.blake2b(text.encode(), digest_size=_ID_NBYTES).digest()), dtype=torch.uint8)
-        every = torch.empty(self.world, _ID_NBYTES, dtype=torch.uint8)
+        digest = hashlib.blake2b(text.encode(), digest_size=_ID_NBYTES).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        every = torch.empty(self.world, _ID_NBYTES, dtype=torch.uint8, device="cpu")
         outside(self.control.allgather([list(every)], [mine]).wait)
         return [bytes(each.tolist()) for each in every]
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -85,7 +86,7 @@ class Watch:
         self._said: set[int] = set()  # the ranks that have, or are getting, our goodbye
         self._dead: set[int] = set()
         self._places: dict[int, tuple[int, str]] = {}  # rank -> the last number and place that it told
-        self._sent = {peer: deque[object](maxlen=_MOST_SENT) for peer in self._peers}  # lifetime: gloo may read them
+        self._sent = {peer: deque[Any](maxlen=_MOST_SENT) for peer in self._peers}  # lifetime: gloo may read them
         self._before_sigterm: Any = None
         self._threads = [self._thread(self._listen, peer) for peer in self._peers]
         for thread in self._threads:
@@ -108,7 +109,9 @@ class Watch:
         StepAbandonedError where another rank has given up.
         """
         if self._cause is not None:
-            raise copy_of(self._cause) from self._cause
+            cause = copy_of(self._cause)
+            cause.args = (f"{cause}; this rank, {self._group.rank}, is at collective {number}{text and ', '}{text}",)
+            raise cause from self._cause
         for rank, last in list(self._left.items()):
             if number > last:
                 place = self.place_of(rank)
@@ -132,13 +135,29 @@ class Watch:
         """Tell the other ranks that this one has given up the step: they raise StepAbandonedError. Does not block."""
         self._tell(_Message(_ABANDONED, self._group.rank, self._number, reason))
 
-    def tell_lost(self, rank: int, place: str) -> None:
+    def tell_lost(self, rank: int, reason: str) -> None:
         """Tell the other ranks that this one has lost ``rank``: they raise RankLostError. Does not block."""
-        self._tell(_Message(_LOST, rank, self._number, place))
+        self._tell(_Message(_LOST, rank, self._number, reason))
+
+    def deliver(self, timeout_s: float) -> None:
+        """Wait for at most ``timeout_s`` seconds a rank until the last message has left: for a process that ends.
+
+        Its end must not look like the first one to ranks that have not heard of that yet. Nothing can be told after.
+        """
+        for peer, sent in self._sent.items():
+            if sent and peer not in self._dead:
+                try:
+                    sent[-1][0].wait(timedelta(seconds=timeout_s))  # a limit that runs out closes the connection
+                except RuntimeError:
+                    pass
 
     def place_of(self, rank: int) -> str:
-        """Return the last that ``rank`` told of where it is; "" where it told nothing."""
-        return self._places.get(rank, (0, ""))[1]
+        """Return the last that is known of where ``rank`` is; "" where nothing is.
+
+        It has told it, or was in the last collective that this rank has ended.
+        """
+        number, place = self._places.get(rank, (0, ""))
+        return place if number >= self._number else f"it took part in collective {self._number}"
 
     def missing(self, number: int) -> list[int]:
         """Return the ranks that have not told that they wait in collective ``number``, too."""
@@ -172,7 +191,7 @@ class Watch:
         return BoundedThread(target=target, args=(peer,), name=f"tiered watch of rank {peer}")
 
     def _listen(self, peer: int) -> None:
-        buffer = torch.zeros(_NBYTES, dtype=torch.uint8)
+        buffer = torch.zeros(_NBYTES, dtype=torch.uint8, device="cpu")
         is_open = True
         while is_open:
             try:
@@ -196,7 +215,7 @@ class Watch:
                 RankLostError(
                     f"rank {message.rank} is lost, says rank {peer}: {message.text}",
                     rank=message.rank,
-                    place=message.text,
+                    place=self.place_of(message.rank),
                 )
             )
         else:
