@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from tests.ranks.processes import Here, case
 from tiered.bytes.arena import Arena, Buffer, array_type
+from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import RankLostError
 from tiered.ranks.comm_thread import CommThread
 
@@ -115,19 +118,31 @@ def look_at_memory(send: Any, *, is_careless: bool) -> dict[str, Any]:
     return {"came": came, "changed": changed}
 
 
+def _tell_when_waiting(send: Any) -> None:
+    """Tell the parent when the main thread waits in a ticket."""
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "acquire":  # type: ignore[index]
+        time.sleep(0.001)
+    send({"waits": os.getpid()})
+
+
 @case
-def wait_for_another(send: Any, *, catches_sigterm: bool = False) -> dict[str, Any]:
+def wait_for_another(send: Any, *, has_store: bool) -> dict[str, Any]:
     """Rank 0 waits for a collective that rank 1 comes to when it is told; an interrupt leaves the wait."""
     here = Here.open(None, 60.0, send)
+    if has_store:
+        INTERRUPTS.begin(here.thread)  # as an open store does: actions wait for the end of a call, but not of a wait
     whole = torch.zeros(1200, dtype=torch.uint8)
     found: dict[str, Any] = {}
     if here.rank == 0:
         ticket = here.thread.gather("u0", whole)
-        send({"waits": os.getpid()})
+        witness = threading.Thread(target=_tell_when_waiting, args=(send,))
+        witness.start()
         try:
             ticket.wait()
         except KeyboardInterrupt:
             found = {"at": time.monotonic(), "frees": ticket.frees_buffers}
+        witness.join()
         send({"left": True})
         ticket.wait()
         found["frees later"] = ticket.frees_buffers
@@ -145,6 +160,7 @@ def die_before_sigterm(send: Any) -> None:
     """Rank 1 dies; rank 0 has an action for SIGTERM that would go on, and gets SIGTERM when it knows of the death."""
     signal.signal(signal.SIGTERM, lambda *_: send({"action": "finish the step, then stop"}))
     here = Here.open(None, 60.0, send)
+    INTERRUPTS.begin(here.thread)
     if here.rank == 1:
         os._exit(3)
     if here.rank == 0:

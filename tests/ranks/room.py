@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.processes import Here, case
 from tests.ranks.scripted import OnlyIn
-from tiered.errors import UsageError
+from tiered.errors import RankLostError, UsageError
 from tiered.ranks.agreement import Agreement
 from tiered.ranks.comm import GlooComm, StagedComm
 from tiered.ranks.comm_thread import CommThread
@@ -175,3 +175,14 @@ def go_on_after_a_departure(send: Any) -> list[str]:
     found.append(" ".join(here.agreement.agree("again", str(here.rank))))
     here.thread.close()
     return found
+
+
+@case
+def come_alone(send: Any) -> str:
+    """Rank 1 never opens its group."""
+    if dist.get_rank() == 0:
+        try:
+            Group.of(None, deadline_s=0.1)
+        except RankLostError as error:
+            return f"{error.rank}: {error}"
+    return ""

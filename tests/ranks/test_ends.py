@@ -58,12 +58,13 @@ def test_no_byte_of_a_stopped_rank_meets_memory_in_use(kind: str, is_careless: b
         assert is_careless or all(each["came"] for each in seen[: world - 1])
 
 
+@pytest.mark.parametrize("has_store", [False, True])
 def test_an_interrupt_leaves_the_wait_and_the_collective_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    has_store: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERED_TEST_GO", str(tmp_path / "go"))
     with Ranks(2) as ranks:
-        ranks.start("wait_for_another")
+        ranks.start("wait_for_another", has_store=has_store)
         pid = ranks.line(0)["waits"]
         sent_at = time.monotonic()
         os.kill(pid, signal.SIGINT)

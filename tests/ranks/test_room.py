@@ -72,6 +72,10 @@ def test_a_group_without_a_device_for_the_cpu_is_left_alone(tmp_path: Path) -> N
         assert seen["moved"] == {"gather": True, "exchange": True}
 
 
+def test_a_rank_that_opens_no_group_is_named() -> None:
+    assert run_once(2, "come_alone")[0].startswith("1: rank 1 did not come to open its group within 0.3 s")
+
+
 def test_one_rank_has_a_group_of_none() -> None:
     for process_group in (None, False):
         group = Group.of(process_group)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tiered.bytes.interrupt import outside
-from tiered.errors import UsageError
+from tiered.bytes.interrupt import INTERRUPTS, outside
+from tiered.errors import RankLostError, UsageError
 
 __all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup"]
 
@@ -27,6 +28,7 @@ _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which say
 _WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its connection, and a watch receives for ever
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_NBYTES = 16
+_POLL_S = 0.01
 _torch: Any = dist  # for names that its stubs do not have
 
 
@@ -72,6 +74,7 @@ class Group:
         self.is_data_on_device = device_kind is not None
         self._store = _store_of(caller)
         self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
+        self._meet()
         timeout = timedelta(seconds=FIRST_STEP_FACTOR * deadline_s + _LATER_S)
         self.control = self._new("control", timeout)
         self.commit = self._new("commit", timeout)
@@ -91,7 +94,8 @@ class Group:
         (one rank), a group, or a DeviceMesh of one dimension. ``device`` is where the model computes (None: the CPU),
         ``deadline_s`` the seconds that a wait for another rank may last. All ranks call this in the same order as
         their other calls that make groups. Raises UsageError for a mesh of more dimensions, for a group without this
-        rank, and where nothing is initialised; TypeError; RuntimeError of torch where a rank does not come in time.
+        rank, and where nothing is initialised; TypeError; RankLostError where a rank does not come within three
+        times the deadline.
         """
         if isinstance(process_group, DeviceMesh):
             process_group = _group_of_mesh(process_group)
@@ -107,6 +111,22 @@ class Group:
         if caller.size() == 1:
             return NullGroup()
         return cls(caller, deadline_s, _device_kind(caller, device))
+
+    def _meet(self) -> None:
+        """Wait until all ranks have come here: gloo, which waits for them too, names none and hears no interrupt."""
+        self._store.set(f"{self._name}/{self.rank}", "here")
+        limit_s = FIRST_STEP_FACTOR * self.deadline_s
+        end = time.monotonic() + limit_s
+        for rank in range(self.world):
+            while not self._store.check([f"{self._name}/{rank}"]):
+                INTERRUPTS.look()
+                if time.monotonic() > end:
+                    raise RankLostError(
+                        f"rank {rank} did not come to open its group within {limit_s:g} s; expected all {self.world}"
+                        f" ranks (this one is {self.rank}) to open their stores in the same order",
+                        rank=rank,
+                    )
+                time.sleep(_POLL_S)
 
     def _new(self, what: str, timeout: timedelta) -> Any:  # torch's stubs of its groups lack most of their methods
         # torch's new_group names a group of a part of the ranks by the number of groups that each process knows, and
