@@ -37,11 +37,14 @@ class ScriptedComm:
 
     rank, world = 0, 2
 
-    def __init__(self, gates: Sequence[threading.Event], *, failing: int = -1, in_wait: bool = False) -> None:
+    def __init__(
+        self, gates: Sequence[threading.Event], *, failing: int = -1, in_wait: bool = False, departs: bool = False
+    ) -> None:
         self.calls: list[str] = []
         self._gates = gates
         self._failing = failing
         self._in_wait = in_wait
+        self._departs = departs  # the other rank says something else than this one
         self._open = threading.Event()
         self._open.set()
 
@@ -55,7 +58,7 @@ class ScriptedComm:
         return self._called(f"exchange {int(send[0])}", self._gates[int(send[0])], [])
 
     def tell(self, message: bytes) -> ScriptedMoving:
-        return self._called(f"tell {len(message)}", self._open, [message] * self.world)
+        return self._called(f"tell {len(message)}", self._open, [message, message[::-1] if self._departs else message])
 
     def _called(self, call: str, gate: threading.Event, messages: list[bytes]) -> ScriptedMoving:
         number = len(self.calls)

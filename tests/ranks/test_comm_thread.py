@@ -17,7 +17,7 @@ import torch
 from tests.ranks.scripted import OnlyIn, ScriptedComm, ScriptedWatch
 from tests.test_names import FILES
 from tiered.bytes.arena import Arena
-from tiered.errors import ClosedError, DeviceError, RankLostError, StepAbandonedError
+from tiered.errors import ClosedError, DeviceError, RankLostError, StepAbandonedError, UsageError
 from tiered.ranks import comm_thread as module
 from tiered.ranks.agreement import Agreement
 from tiered.ranks.comm_thread import CommThread, Ticket
@@ -149,6 +149,18 @@ def test_buffers_of_a_failed_move_are_quarantined_and_those_before_and_after_are
         assert thread.statistics().quarantined_bytes == 32
     assert not watch.is_closed  # no goodbye: the process ends at once
     assert [said[0] for said in watch.said] == ["abandoned"]
+
+
+def test_a_departure_moves_nothing_and_is_no_end_of_a_script() -> None:
+    """A rank that has all messages of a departure may say goodbye before another has them: it has ended that one."""
+    watch, comm = ScriptedWatch(), ScriptedComm(opened(), departs=True)
+    with comm_thread(comm, watch) as thread:
+        ticket = thread.exchange("u1", bytes_of(1), received=bytes_of(1), payload=b"123")
+        with pytest.raises(UsageError, match=r"rank 0 exchange of u1 \(16 bytes\) with 3 bytes told; rank 1 "):
+            ticket.wait()
+        assert ticket.frees_buffers and thread.close() == ()
+    assert comm.calls == ["tell 32", "tell 256"]
+    assert (watch.num_ended, watch.said, watch.is_closed) == (1, [], True)
 
 
 def test_an_error_of_ready_is_raised_and_told(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_phases_raise_one_error_on_all_ranks(ranks: Ranks) -> None:
 
 def test_ranks_go_on_with_a_new_group_after_an_error(ranks: Ranks) -> None:
     for seen in ranks.run("go_on_after_a_departure"):
-        assert "rank 1 agreement on phase of rank 1; rank 2 agreement on phase" in seen[0]
+        assert "rank 1 agreement on phase of rank 1 with 512 bytes told; rank 2 agreement on phase with" in seen[0]
         assert seen[1] == "0 1 2 3"
 
 

@@ -67,7 +67,7 @@ class Agreement:
 
 
 def _text(failure: Exception) -> bytes:
-    return f"{type(failure).__name__}\n{failure}".encode()
+    return f"{type(failure).__name__}\n{failure}".encode(errors="replace")
 
 
 def _plain(raw: bytes) -> str:

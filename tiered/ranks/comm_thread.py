@@ -6,6 +6,7 @@ each collective begins with 32 bytes that say what all ranks have asked for so f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import queue
@@ -254,8 +255,10 @@ class CommThread:
             if not self._is_closed:
                 self._is_closed = True
                 self._tasks.put(None)
-        end = time.monotonic() + 2 * self.deadline_s  # the thread ends in one, unless torch holds it up
-        while self._thread.is_alive() and time.monotonic() < end:
+        num_done, end = -1, 0.0
+        while self._thread.is_alive() and (num_done != self._num_done or time.monotonic() < end):
+            if num_done != self._num_done:  # the next collective ends in the deadline, unless torch holds it up
+                num_done, end = self._num_done, time.monotonic() + 2 * self.deadline_s
             INTERRUPTS.look()
             self._thread.join(_SLICE_S)
         self._has_pending |= self._thread.is_alive()
@@ -279,7 +282,7 @@ class CommThread:
                 raise ClosedError(f"the ranks' comm thread is closed: no {task.text} can be asked for")
             self._num_asked += 1
             size = len(task.payload or b"")
-            step = self._history + f"{self._num_asked} {task.text} {size}".encode()
+            step = self._history + f"{self._num_asked} {task.text} {size}".encode(errors="replace")
             self._history = task.digest = hashlib.blake2b(step, digest_size=_DIGEST_NBYTES).digest()
             task.number = self._num_asked
             task.ticket = ticket = Ticket(self, task)
@@ -311,6 +314,8 @@ class CommThread:
     def _run(self) -> None:
         while (task := self._next()) is not None:
             try:
+                if self._failure is not None:  # it came when this task had left the queue
+                    raise self._failure
                 self._do(task)
             except Exception as error:
                 self._tell_of(error)
@@ -425,8 +430,11 @@ class CommThread:
     def _depart(self, task: _Task) -> None:
         """Raise UsageError with the descriptions of all ranks: all see the same digests, so all come here."""
         self._has_departed = True
-        mine = task.text.encode()[:_DESCRIPTION_NBYTES].ljust(_DESCRIPTION_NBYTES, b"\0")
+        size = len(task.payload or b"")
+        text = task.text + (f" with {size} bytes told" if size else "")
+        mine = text.encode(errors="replace")[:_DESCRIPTION_NBYTES].ljust(_DESCRIPTION_NBYTES, b"\0")
         told = self._told(mine, task, "message of a departure")
+        self.watch.note_end_of(task.number)  # order: before a goodbye, which ranks that lack a message may hear first
         parts = [f"rank {rank} {each.rstrip(bytes(1)).decode(errors='ignore')}" for rank, each in enumerate(told)]
         before = ", ".join(list(self._words)[-_NUM_SHOWN:])
         raise UsageError(
@@ -460,9 +468,10 @@ class CommThread:
             self._failure = self._failure or error
             tasks = [task]
             is_closing = False
-            while not self._tasks.empty():
-                tasks.append(self._tasks.get())
-                is_closing |= tasks[-1] is None
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    tasks.append(self._tasks.get_nowait())
+                    is_closing |= tasks[-1] is None
             if is_closing:
                 self._tasks.put(None)
         for each in tasks:

@@ -25,7 +25,7 @@ import torch
 from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.exit_and_fork import this_process
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.errors import DeviceError, RankLostError, StepAbandonedError
+from tiered.errors import CapacityError, DeviceError, RankLostError, StepAbandonedError
 from tiered.ranks.group import Group
 
 __all__ = ["EXIT_STATUS", "Watch", "copy_of", "leave"]
@@ -52,7 +52,7 @@ class _Message:
     text: str
 
     def packed(self) -> torch.Tensor:
-        text = self.text.encode()[: _NBYTES - _HEAD.size]
+        text = self.text.encode(errors="replace")[: _NBYTES - _HEAD.size]
         return torch.frombuffer(
             bytearray((_HEAD.pack(self.word, self.rank, self.number) + text).ljust(_NBYTES, b"\0")), dtype=torch.uint8
         )
@@ -89,8 +89,12 @@ class Watch:
         self._sent = {peer: deque[Any](maxlen=_MOST_SENT) for peer in self._peers}  # lifetime: gloo may read them
         self._before_sigterm: Any = None
         self._threads = [self._thread(self._listen, peer) for peer in self._peers]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except CapacityError:
+            self.close(group.deadline_s)
+            raise
         self._stand_before_sigterm()
 
     @property
