@@ -36,7 +36,7 @@ def test_a_commit_that_another_thread_overtakes_waits_for_it(gated: GatedStore) 
     def wait() -> None:
         nonlocal num_waits
         num_waits += 1
-        if num_waits == 4:  # 2 and 3 were the other one's own
+        if num_waits == 3:  # 2 was the other one's own
             gated.catalog.may_apply.set()
         real()
         if num_waits == 1:  # just after the first has seen that none runs
@@ -47,7 +47,7 @@ def test_a_commit_that_another_thread_overtakes_waits_for_it(gated: GatedStore) 
     committer.wait = wait  # type: ignore[method-assign]
     gated.store["a"] = numbers(10)
     assert gated.store.commit() == 2
-    assert num_waits > 3
+    assert num_waits > 2
 
 
 def test_a_rollback_waits_for_the_write_of_what_it_gives_up(gated: GatedStore) -> None:

@@ -37,7 +37,7 @@ class Program:
 
     def __init__(self, num_slots: int, *, keeps: bool) -> None:
         self.plan = GatherPlan(ROOT)
-        self.plan.decide(num_slots=num_slots, keeps=keeps)
+        self.plan.num_slots, self.plan.keeps = num_slots, keeps
         self.gathered: set[int] = set()
         self.calls: list[int] = []
         self.is_in_forward = True
@@ -141,7 +141,7 @@ def test_a_unit_that_could_not_be_gathered_takes_no_slot() -> None:
     plan = GatherPlan(ROOT)
     plan.open(1, used=(), running=())
     plan.released(1)
-    assert plan.open(2, used=(), running=()) == Moves((), ()) and plan.num_taken == 1
+    assert plan.open(2, used=(), running=()) == Moves((), ())
     assert repr(plan) == "GatherPlan(1 gathered, 1 slots, keeps=False)"
     plan.forget()
-    assert plan.gathered == []
+    assert not plan.gathered

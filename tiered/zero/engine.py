@@ -6,6 +6,7 @@ which calls are legal (the phase does). The engine is the one object that knows 
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -34,6 +35,9 @@ from tiered.zero.step import Event, Phase, graph_task
 from tiered.zero.torch_func_guard import guard_functorch
 
 __all__ = ["Engine"]
+
+
+_NUM_OPS = operator.attrgetter("num_ops")  # of the operations that run on a unit at this moment
 
 
 class MasterKeeper(Protocol):
@@ -101,10 +105,10 @@ class Engine:
 
     # -- units ---------------------------------------------------------------------------------------------------
 
-    def before_open(self, unit: Unit) -> tuple[Unit, ...]:
+    def before_open(self, unit: Unit) -> tuple[str, tuple[Unit, ...]]:
         """A unit is about to be leased: finish its update, and park units where its slot is taken.
 
-        Return the units that are to be parked once it is open.
+        Return the use of the lease, and the units that are to be parked once the unit is open.
         """
         if is_in_transform():
             raise UsageError(
@@ -113,16 +117,13 @@ class Engine:
             )
         if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
-        self.gradients.rooms.opening = unit.gradients.key if graph_task() != -1 else ""
-        running, stay = self.open_units.running(), self.calls.keep_until_backward()
-        before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stay)
+        in_backward = graph_task() != -1
+        self.gradients.rooms.opening = unit.gradients.key if in_backward else ""
+        running, stays = list(filter(_NUM_OPS, self.plan.gathered)), self.calls.keep_until_backward()
+        before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stays)
         for each in before:
             each.park()
-        return after
-
-    def present_use(self) -> str:
-        """Return the use of a unit that opens now."""
-        return "backward" if graph_task() != -1 else "forward" if self.calls.under_way else "open"
+        return "backward" if in_backward else "forward" if self.calls.under_way else "open", after
 
     def finish_update(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
@@ -234,8 +235,7 @@ class Engine:
         """Hold the keys that placement chooses of the present ones, and expect their uses in the order of a step."""
         self.layouts.is_stale = True  # the next forward checks once that the units fit the trained parameters
         self.schedule = self.layouts.expect_steps(self.gradients)
-        num_slots, keeps = self.layouts.gather_slots()
-        self.plan.decide(num_slots=num_slots, keeps=keeps)
+        self.plan.num_slots, self.plan.keeps = self.layouts.gather_slots()
 
     def end_updates_before_fork(self) -> None:
         """The process is about to fork: wait for all updates. The next call raises the error of one that fails."""

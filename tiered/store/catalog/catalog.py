@@ -87,7 +87,7 @@ class Confirmation(Protocol):
     """
 
     keeps_before: bool
-    """Whether generations need to be confirmed: the catalog then keeps the one before each."""
+    """Whether generations need to be confirmed: the catalog then keeps the one before each, and ``propose`` waits."""
 
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
         """Return which of the generations that this store has, the newest first, it is to open; blocks.

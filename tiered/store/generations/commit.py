@@ -140,13 +140,14 @@ class Attempt:
         if error is not None:
             self.call_off(error)
 
-    def propose(self) -> None:
-        """Agree with all on the generation's number and nonce; blocks. See ``Confirmation.propose``. Idempotent."""
+    def propose(self) -> GenerationName:
+        """Agree with all on the generation's name, and return it; blocks. See ``Confirmation.propose``. Idempotent."""
         if self.name is None:
             self._is_over = True  # order: an error of this call is everybody's
             number = self._working_set.open_generation
             self.name = GenerationName(number, self._confirmation.propose(number, self._steps, ""))
             self._is_over = False
+        return self.name
 
     def call_off(self, error: BaseException) -> None:
         """Tell all that this store does not seal, because of ``error``; what all raise then comes in its place."""
@@ -195,14 +196,6 @@ class Committer:
         CapacityError when the devices lack space, ClosedError after the last one, and what all that share the store
         refuse together: then nothing is sealed.
         """
-        while (sealed := self._seal_if_ready(state, attempt, is_last=is_last)) is None:
-            attempt.propose()  # order: without the lock, and once this store has nothing to refuse for
-        if sealed.thread is None:
-            self._finish(sealed)
-        return sealed.generation
-
-    def _seal_if_ready(self, state: str, attempt: Attempt, *, is_last: bool) -> Sealed | None:
-        """Seal the open generation if it was proposed; return None where it could be sealed, and was not proposed."""
         while True:
             self.wait()
             # Order: before anything is sealed, and without the lock.
@@ -221,17 +214,22 @@ class Committer:
                 if self._external.device is not None and not are_known(self._working_set, known):
                     continue  # adopted meanwhile
                 missing = self._take_targets()
-                if not missing and attempt.name is None:
-                    return None
-                if not missing and attempt.name is not None:
-                    assert attempt.name.number == self._working_set.open_generation, attempt.name
+                if not missing and (attempt.name is not None or not self._confirmation.keeps_before):
+                    name = attempt.propose()  # alone; or the name that all have agreed on
+                    assert name.number == self._working_set.open_generation, name
                     sealed = self._working_set.seal(state)
-                    sealed.nonce = attempt.name.nonce
+                    sealed.nonce = name.nonce
                     self._thread = sealed.thread = self._start_thread(sealed)
                     self._working_set.is_ending |= is_last
-                    self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun)
-                    return sealed
-            self._working_set.grow(Shortage(missing, scratch=False))
+                    break
+            if missing:
+                self._working_set.grow(Shortage(missing, scratch=False))
+            else:
+                attempt.propose()  # order: without the lock, and once this store has nothing to refuse for
+        self._working_set.recorder.worked("seal", f"generation {sealed.generation}", begun)
+        if sealed.thread is None:
+            self._finish(sealed)
+        return sealed.generation
 
     def _start_thread(self, sealed: Sealed) -> ServiceThread | None:
         """Start the thread that flushes ``sealed`` once it gets the lock; None where there can be none."""
@@ -255,11 +253,10 @@ class Committer:
             self._working_set.catch_up()
             while self._refuse_writers("commit", lingering=True, but=keys):
                 pass
-        attempt.propose()  # order: once this store has nothing to refuse for
-        assert attempt.name is not None
+        number = attempt.propose().number  # order: once this store has nothing to refuse for
         with self._condition:
-            self._working_set.announce_seal(producer, attempt.name.number)
-        return attempt.name.number if self._working_set.hand_over_seal(seal, attempt.call_off) else 0
+            self._working_set.announce_seal(producer, number)
+        return number if self._working_set.hand_over_seal(seal, attempt.call_off) else 0
 
     def wait(self) -> None:
         """Wait until no commit runs, successful or not. Raises DeadlineError."""

@@ -112,8 +112,11 @@ class Registry:
 
     def steps(self) -> dict[str, int]:
         """Return, by its name, how many steps each of tiered's own optimizers has made."""
-        own = {name: getattr(item, "num_steps", None) for name, item in self._objects.items() if _is_own(name)}
-        return {name: num_steps() for name, num_steps in own.items() if num_steps is not None}
+        steps: dict[str, int] = {}
+        for name, item in list(self._objects.items()):
+            if name.startswith("tiered.") and hasattr(item, "num_steps"):
+                steps[name] = item.num_steps()
+        return steps
 
     def check(self, committed: Mapping[str, Any], generation: int) -> None:
         """Raise UsageError for a registered name that is not in ``committed``; warn of unregistered ones that are."""
@@ -139,10 +142,6 @@ class Registry:
         for name, item in list(self._objects.items()):
             with taking_apart(name, by=type(item).__name__):
                 _call(item, "load_state_dict", committed[name])
-
-
-def _is_own(name: str) -> bool:
-    return name.startswith("tiered.")
 
 
 def _call(item: Stateful, name: str, *args: Any) -> Any:

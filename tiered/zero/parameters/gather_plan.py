@@ -36,27 +36,13 @@ class GatherPlan(Generic[U]):
         self.num_slots = 1
         self.keeps = False
         self.lent: set[U] = set()  # by tiered.unsharded: not released before its block ends
-        self._gathered: dict[U, None] = {}  # the oldest first
+        self.gathered: dict[U, None] = {}  # the oldest first
         self._beyond: set[U] = set()  # gathered in the caller's share: one operation needs more units than slots
         self._followers: dict[tuple[U | None, U | None], U] = {}
         self._last: tuple[U | None, U | None] = (None, None)
 
     def __repr__(self) -> str:
-        return f"GatherPlan({len(self._gathered)} gathered, {self.num_slots} slots, keeps={self.keeps})"
-
-    def decide(self, *, num_slots: int, keeps: bool) -> None:
-        """Decide between two steps how many units may be gathered beside the root, and whether they stay."""
-        self.num_slots, self.keeps = num_slots, keeps
-
-    @property
-    def gathered(self) -> list[U]:
-        """The units that are gathered, the oldest first."""
-        return list(self._gathered)
-
-    @property
-    def num_taken(self) -> int:
-        """The slots that are taken: without the root, lent units, and those in the caller's share."""
-        return sum(unit is not self.root and unit not in self.lent | self._beyond for unit in self._gathered)
+        return f"GatherPlan({len(self.gathered)} gathered, {self.num_slots} slots, keeps={self.keeps})"
 
     # -- events --------------------------------------------------------------------------------------------------
 
@@ -70,23 +56,26 @@ class GatherPlan(Generic[U]):
         module is being called goes where the slots are full, the oldest first. A release counts once ``released`` has
         told of it.
         """
-        assert unit not in self._gathered, unit
+        assert unit not in self.gathered, unit
         self._followers[self._last] = unit
         self._last = self._last[1], unit
         if until_backward and self.keeps:
-            self._gathered[unit] = None
+            self.gathered[unit] = None
             return Moves((), ())
-        stay = {self.root, *self.lent, *running}
-        free = [each for each in self._gathered if each not in stay]
-        idle = [each for each in free if each not in used]
+        idle, called, num_taken = list[U](), list[U](), 0
+        for each in self.gathered:
+            if each is self.root or each in self.lent:
+                continue
+            num_taken += each not in self._beyond
+            if each not in running:
+                (called if each in used else idle).append(each)
         takes_slot = unit is not self.root and unit not in self.lent
-        num_over = self.num_taken + 1 - self.num_slots if takes_slot else 0
-        before = [*idle, *(each for each in free if each not in idle)][: max(0, num_over)]
-        after = [each for each in idle if each not in before]
+        num_over = max(0, num_taken + 1 - self.num_slots) if takes_slot else 0
+        before = [*idle, *called][:num_over]
         if num_over > len(before):
             self._beyond.add(unit)
-        self._gathered[unit] = None
-        return Moves(tuple(before), tuple(after))
+        self.gathered[unit] = None
+        return Moves(tuple(before), tuple(idle[len(before) :]))
 
     def last_use(self, unit: U, *, used: Collection[U | None], until_backward: bool) -> bool:
         """A call of the module of ``unit`` ends; return whether the unit is released. ``used``: as for ``open``."""
@@ -97,11 +86,11 @@ class GatherPlan(Generic[U]):
 
         None with ``until_backward`` in a plan that ``keeps``.
         """
-        return [] if until_backward and self.keeps else [unit for unit in self._gathered if unit not in self.lent]
+        return [] if until_backward and self.keeps else [unit for unit in self.gathered if unit not in self.lent]
 
     def released(self, unit: U) -> None:
         """``unit`` is gathered no more, for whatever reason. Idempotent."""
-        self._gathered.pop(unit, None)
+        self.gathered.pop(unit, None)
         self._beyond.discard(unit)
 
     def coming(self, num: int) -> list[U]:
@@ -117,6 +106,6 @@ class GatherPlan(Generic[U]):
 
     def forget(self) -> None:
         """In a forked child: all that is gathered is the parent's."""
-        self._gathered.clear()
+        self.gathered.clear()
         self._beyond.clear()
         self.lent.clear()

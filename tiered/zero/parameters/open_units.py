@@ -33,10 +33,7 @@ class Ahead:
 
 
 class OpenUnits:
-    """The open leases of one model's units, oldest first.
-
-    Invariant: a unit is listed exactly while it has a lease, and has one only while ``plan`` has it gathered.
-    """
+    """The open leases of one model's units. Invariant: a unit has one only while ``plan`` has it gathered."""
 
     def __init__(self, root: Unit, plan: GatherPlan[Unit]) -> None:
         self.num_swaps = 0  # leases of units so far, for reports and tests
@@ -44,16 +41,15 @@ class OpenUnits:
         self.root = root
         self._device_type = root.tier.device.type
         self.thread = -1  # that opened the last unit: the training thread
-        self._units: dict[Unit, None] = {}
         self._addresses: dict[int, tuple[Unit, int, Gathered]] = {}  # of each span: its unit, its number, its bytes
 
     def __repr__(self) -> str:
-        return f"OpenUnits({len(self._units)} units)"
+        return f"OpenUnits({len(self.plan.gathered)} units)"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the units that are open."""
-        return sum([unit.nbytes for unit in self._units])
+        return sum([unit.nbytes for unit in self.plan.gathered])
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes."""
@@ -64,20 +60,10 @@ class OpenUnits:
         assert gathered is not None
         for span, tensor in enumerate(gathered.whole):
             self._addresses[tensor.untyped_storage().data_ptr()] = (unit, span, gathered)
-        self._units[unit] = None
-
-    def parked(self, unit: Unit) -> None:
-        """A unit has given its lease back."""
-        self._units.pop(unit, None)
-        self.plan.released(unit)
 
     def in_backward(self) -> list[Unit]:
         """Return the units that were opened in the backward that runs. Any thread."""
-        return [unit for unit in list(self._units) if unit.is_in_backward]
-
-    def running(self) -> set[Unit]:
-        """Return the units that an operation uses at this moment."""
-        return {unit for unit in self._units if unit.num_ops}
+        return [unit for unit in list(self.plan.gathered) if unit.is_in_backward]
 
     def park_all(self, *, until_backward: bool = False) -> None:
         """Give every lease of a unit back that is not to stay: see ``GatherPlan.end``."""
@@ -113,9 +99,8 @@ class OpenUnits:
 
     def forget(self) -> None:
         """In a forked child: forget all leases, for the bytes are the parent's."""
-        for unit in list(self._units):
+        for unit in list(self.plan.gathered):
             unit.forget()
-        self._units.clear()
         self.plan.forget()
 
 

@@ -110,14 +110,11 @@ class Segment:
 
     def piece(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the (len(stretch),) view of this segment in this rank's ``shard`` of its span, uint8."""
-        return self._piece(shard, self.shard_offset)
+        return shard[self.shard_offset :][: len(self.stretch) * self.dtype.itemsize].view(self.dtype)
 
     def gradient_piece(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the (len(stretch),) view of this segment's gradient in this rank's shard of its unit's, uint8."""
-        return self._piece(gradients, self.shard_grad_offset)
-
-    def _piece(self, memory: torch.Tensor, offset: int) -> torch.Tensor:
-        return memory[offset : offset + len(self.stretch) * self.dtype.itemsize].view(self.dtype)
+        return gradients[self.shard_grad_offset :][: len(self.stretch) * self.dtype.itemsize].view(self.dtype)
 
     def gradient_view(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the view of this segment's gradient with the parameter's shape and strides."""
@@ -285,13 +282,13 @@ class Unit:
         if buffer.state is BufferState.NONE:
             engine = self.engine
             try:
-                after = engine.before_open(self)
+                use, after = engine.before_open(self)
                 with ordinary_tensors():  # order: later uses of the same lease may be recorded by autograd
                     buffer.gather(mode)
             except BaseException:
                 engine.plan.released(self)
                 raise
-            self._use = engine.present_use()
+            self._use = use
             if mode == "rw":
                 self._digests = self._seen = tuple([digest(lease.tensor) for lease in buffer.leases])
             elif self._known != (known := self._versions_of_keys()):  # a put or a lease of the key's own wrote
@@ -316,7 +313,7 @@ class Unit:
             written = ""
             if buffer.state is BufferState.SHOWN:
                 written = self._hide(check=buffer.mode == "r")
-            self.engine.open_units.parked(self)
+            self.engine.plan.released(self)
             digests, self._digests = self._digests, ()
             buffer.release([n for n, before in enumerate(digests) if self._seen[n] == before])
             if digests:
