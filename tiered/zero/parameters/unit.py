@@ -110,11 +110,13 @@ class Segment:
 
     def piece(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the (len(stretch),) view of this segment in this rank's ``shard`` of its span, uint8."""
-        return shard[self.shard_offset :][: len(self.stretch) * self.dtype.itemsize].view(self.dtype)
+        nbytes = len(self.stretch) * self.dtype.itemsize
+        return shard[self.shard_offset : self.shard_offset + nbytes].view(self.dtype)
 
     def gradient_piece(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the (len(stretch),) view of this segment's gradient in this rank's shard of its unit's, uint8."""
-        return gradients[self.shard_grad_offset :][: len(self.stretch) * self.dtype.itemsize].view(self.dtype)
+        nbytes = len(self.stretch) * self.dtype.itemsize
+        return gradients[self.shard_grad_offset : self.shard_grad_offset + nbytes].view(self.dtype)
 
     def gradient_view(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the view of this segment's gradient with the parameter's shape and strides."""
