@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import tiered
 from tests.zero.training import debug_store
 from tiered.zero.gradients.backward import Backward
+from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 
 WIDTH, NUM_BLOCKS = 16, 8
@@ -116,3 +118,59 @@ def test_unused_parameters_delay_no_update(tmp_path: Path, monkeypatch: pytest.M
             LOSSES["half_unused"](model, step).backward()
             optimizer.step()
             assert during >= NUM_BLOCKS - 1 and most <= 2
+
+
+class Root(nn.Module):
+    """Weights of the root before and behind blocks that are recomputed, of which a method has used one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.held: Tensor | None = None
+
+    def prepare(self, x: Tensor) -> None:
+        self.held = self.first(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x) if self.held is None else self.held
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=True)
+        self.held = None
+        return self.last(h).square().sum()
+
+
+def prepared(model: Root, step: int) -> None:
+    model.prepare(batch(step))
+    model(batch(step)).backward()
+
+
+def two_graphs_live(model: Root, step: int) -> None:
+    losses = [model(batch(step)), model(batch(step + 100))]
+    with tiered.accumulate(model) if isinstance(model.first.weight, TieredParameter) else nullcontext():
+        losses[0].backward()
+    losses[1].backward()
+
+
+def regulariser_first(model: Root, step: int) -> None:
+    loss, term = model(batch(step)), model.last.weight.square().sum()
+    with tiered.accumulate(model) if isinstance(model.first.weight, TieredParameter) else nullcontext():
+        term.backward()
+    loss.backward()
+
+
+@pytest.mark.parametrize("run", [prepared, two_graphs_live, regulariser_first])
+def test_counts_of_uses_end_before_graphs_do(run: Callable[[Root, int], None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Root()
+    with debug_store(tmp_path, durable=False) as store:
+        model = tiered.shard(copy.deepcopy(plain), store)
+        ours = tiered.AdamW(model.parameters(), lr=0.01, update="backward")
+        theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
+        for step in range(3):
+            for trained, optimizer in ((model, ours), (plain, theirs)):
+                run(trained, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        for (key, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+            assert torch.equal(value, expected), key

@@ -6,7 +6,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +16,11 @@ from torch import nn
 
 from tests.models import CASES
 from tests.reference import Recipe
-from tests.zero.training import debug_store, smallest_budget, start
+from tests.zero.training import assert_same, debug_store, reference, smallest_budget, start
 from tiered.tiers.compute_tier import UnitBuffer
 from tiered.zero.engine import Engine
 from tiered.zero.parameters.module_calls import ModuleCalls
+from tiered.zero.parameters.parameter import TieredParameter
 
 CASE, RECIPE = CASES["gpt"], Recipe(num_steps=3)
 Openings = list[Counter[str]]
@@ -79,6 +82,26 @@ def test_openings_are_those_of_the_program(update: str, quick_path: Path) -> Non
         assert openings(quick_path / f"sleep-{number}", budget_bytes, update, sleeps=True) == plain
         seen.add(plain[0].total())
     assert len(seen) == 2, "units that stay open from forward to backward, and units that do not"
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_one_operation_on_all_units_works_with_the_smallest_budget(update: str, quick_path: Path) -> None:
+    """Units beyond the slots go as the operation ends."""
+
+    most: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        parameters, of_forward = list(model.parameters()), CASE.loss(model, batch)
+        norms = torch.stack(torch._foreach_norm(parameters))  # type: ignore[arg-type]
+        if isinstance(parameters[0], TieredParameter):
+            most.append(len(parameters[0].segment.unit.engine.plan.gathered))
+        return of_forward + norms.sum()
+
+    case = replace(CASE, loss=loss)
+    budget_bytes = smallest_budget(CASE, RECIPE, update, quick_path / "probe")
+    with debug_store(quick_path / "store", budget_bytes, durable=False) as store:
+        assert_same(start(case, RECIPE, store, update).run(), reference(case, RECIPE))
+    assert max(most) <= 2, "the root, and the unit in the slot"
 
 
 def memory_decides(patch: pytest.MonkeyPatch) -> None:

@@ -213,16 +213,17 @@ class Backward:
 
         A parameter accumulates once per graph task. A reentrant checkpoint may recompute a parameter more than once, if
         the forward touched it without gradients: it accumulates in several tasks, and is final only at the end. For a
-        parameter that the forward did not touch, and that has no node in this task's graph, nothing comes.
+        parameter that no checkpoint recomputes, and that has no node in the graph of the backward's outermost task,
+        nothing comes. The graph of a nested task does not tell.
         """
         if unit.has_references() or unit.num_ops or unit in self._calls.units():
             return False
         for segment in unit.trainable_segments():
             touches = segment.num_no_grad_touches
-            if not segment.accumulated and not touches and not segment.num_grad_touches and not _is_awaited(segment):
-                continue
             if not segment.accumulated:
-                return False
+                if touches or segment.num_grad_touches or segment.is_recomputed or _is_nested() or _is_awaited(segment):
+                    return False
+                continue
             if touches > 1 or (touches and segment.num_grad_touches):
                 return False
         return True
@@ -230,7 +231,7 @@ class Backward:
     def _ended(self) -> None:
         """A graph task of this backward is over."""
         with self._units[0].working_set.mark:
-            if num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1):
+            if _is_nested():
                 return  # a reentrant checkpoint's: the outermost reports too
             self._units[0].working_set.recorder.worked("backward", "", self._begun)
             self._tasks.clear()
@@ -280,6 +281,11 @@ class Backward:
                 found = found or segment.accumulated
                 segment.accumulated = False
         return found
+
+
+def _is_nested() -> bool:
+    """Return whether the graph task that runs is inside another, as a reentrant checkpoint's is."""
+    return num_on_stack(_engine_run_backward.__code__) > (0 if is_autograds_own() else 1)
 
 
 def _is_awaited(segment: Segment) -> bool:

@@ -25,10 +25,10 @@ class GatherPlan(Generic[U]):
     """The plan of one model's gathers: events of program order go in, gathers and releases come out. One thread.
 
     Invariants: *beside the root, at most ``num_slots`` units are gathered at one time*, but those that
-    ``tiered.unsharded`` lends and those that one operation needs beyond the slots, which are the caller's share. *Equal
-    events give equal moves*: ``num_slots`` and ``keeps`` follow from budgets and sizes alone, and are decided between
-    steps. Units are any hashable objects. With ``keeps`` all slots are there for good, and a unit that a forward with
-    gradients uses stays gathered until its backward.
+    ``tiered.unsharded`` lends and those that one operation needs ``beyond`` the slots, which are the caller's share and
+    are released as the operation ends. *Equal events give equal moves*: ``num_slots`` and ``keeps`` follow from budgets
+    and sizes alone, and are decided between steps. Units are any hashable objects. With ``keeps`` all slots are there
+    for good, and a unit that a forward with gradients uses stays gathered until its backward.
     """
 
     def __init__(self, root: U) -> None:
@@ -37,7 +37,7 @@ class GatherPlan(Generic[U]):
         self.keeps = False
         self.lent: set[U] = set()  # by tiered.unsharded: not released before its block ends
         self.gathered: dict[U, None] = {}  # the oldest first
-        self._beyond: set[U] = set()  # gathered in the caller's share: one operation needs more units than slots
+        self.beyond: set[U] = set()  # gathered in the caller's share: one operation needs more units than slots
         self._followers: dict[tuple[U | None, U | None], U] = {}
         self._last: tuple[U | None, U | None] = (None, None)
 
@@ -66,14 +66,14 @@ class GatherPlan(Generic[U]):
         for each in self.gathered:
             if each is self.root or each in self.lent:
                 continue
-            num_taken += each not in self._beyond
+            num_taken += each not in self.beyond
             if each not in running:
                 (called if each in used else idle).append(each)
         takes_slot = unit is not self.root and unit not in self.lent
         num_over = max(0, num_taken + 1 - self.num_slots) if takes_slot else 0
         before = [*idle, *called][:num_over]
         if num_over > len(before):
-            self._beyond.add(unit)
+            self.beyond.add(unit)
         self.gathered[unit] = None
         return Moves(tuple(before), tuple(idle[len(before) :]))
 
@@ -91,7 +91,7 @@ class GatherPlan(Generic[U]):
     def released(self, unit: U) -> None:
         """``unit`` is gathered no more, for whatever reason. Idempotent."""
         self.gathered.pop(unit, None)
-        self._beyond.discard(unit)
+        self.beyond.discard(unit)
 
     def coming(self, num: int) -> list[U]:
         """Return the ``num`` units that are expected next, fewer where the order is not known.
@@ -107,5 +107,5 @@ class GatherPlan(Generic[U]):
     def forget(self) -> None:
         """In a forked child: all that is gathered is the parent's."""
         self.gathered.clear()
-        self._beyond.clear()
+        self.beyond.clear()
         self.lent.clear()

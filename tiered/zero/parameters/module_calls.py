@@ -130,6 +130,7 @@ class ModuleCalls:
         self._pack = pack
         self._num_pairs = 0  # that calls and methods have entered
         self._thread = 0  # of the outermost call
+        self._has_gradients = False  # whether it began with gradients
         self._begun: Begun | None = None  # the outermost call that runs, where it is no recomputation
 
     @property
@@ -148,6 +149,7 @@ class ModuleCalls:
             segment.num_grad_touches += 1
         elif self.under_way:
             segment.num_no_grad_touches += 1
+            segment.is_recomputed = segment.is_recomputed or self._has_gradients
 
     def innermost_unit(self) -> Unit | None:
         """Return the unit that is being called, if one is."""
@@ -203,7 +205,7 @@ class ModuleCalls:
         """List ``call`` as under way. Raises UsageError where an outermost one may not begin; its hook ends it then."""
         self.under_way.append(call)
         if len(self.under_way) == 1:
-            self._thread = threading.get_ident()
+            self._thread, self._has_gradients = threading.get_ident(), torch.is_grad_enabled()
             self._begin_outermost(call.module)
         return call
 

@@ -184,6 +184,8 @@ class _Operation:
     def _end(self) -> None:
         for unit in self._units:
             unit.num_ops -= 1
+        for unit in tuple(self._access.engine.plan.beyond):
+            unit.park()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -64,9 +64,9 @@ class Segment:
     """
 
     __slots__ = (
-        "__weakref__", "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "name", "nbytes",
-        "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape", "shard_grad_offset",
-        "shard_offset", "span", "stretch", "strides", "trainable", "unit", "was_trainable",
+        "__weakref__", "_layout", "accumulated", "dtype", "grad_offset", "has_gradient", "is_recomputed", "name",
+        "nbytes", "num_grad_touches", "num_no_grad_touches", "numel", "offset", "parameter", "shape",
+        "shard_grad_offset", "shard_offset", "span", "stretch", "strides", "trainable", "unit", "was_trainable",
     )  # fmt: skip
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype) -> None:
@@ -88,6 +88,7 @@ class Segment:
         self.unit: Unit
         self.accumulated = False  # in the backward that runs now
         self.has_gradient = False  # since the last step
+        self.is_recomputed = False  # by a reentrant checkpoint, in some forward: graphs may outlive the counts below
         self.num_grad_touches = 0
         self.num_no_grad_touches = 0
         self._layout: torch.Tensor | None = None
