@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -186,3 +188,22 @@ def come_alone(send: Any) -> str:
         except RankLostError as error:
             return f"{error.rank}: {error}"
     return ""
+
+
+@case
+def connect_beside_a_death(send: Any, *, what: str, deadline_s: float) -> dict[str, Any]:
+    """Open a group whose last rank dies before it connects the group ``what``."""
+    real = Group._new
+
+    def new(group: Group, name: str, timeout: timedelta) -> Any:
+        if name == what and group.rank == group.world - 1:
+            os._exit(9)
+        return real(group, name, timeout)
+
+    with patch.object(Group, "_new", new):
+        begun = time.monotonic()
+        try:
+            Group.of(None, deadline_s=deadline_s)
+        except RankLostError as error:
+            return {"text": str(error), "after_s": time.monotonic() - begun}
+    raise AssertionError("it came to be")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import re
 import threading
 from collections.abc import Iterator, Sequence
@@ -298,3 +299,61 @@ def test_an_arena_closes_under_a_buffer_in_quarantine_and_leaves_it_mapped() -> 
     assert arena.leased_nbytes == 0
     buffer.memory[:4] = b"late"
     assert bytes(buffer.memory[:4]) == b"late"
+
+
+class _Wordless(Exception):
+    """An error of the caller's whose message and whose copy fail."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("one alone")
+
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), _Wordless(1, 2)], ids=["SystemExit", "an error without words"])
+def test_whatever_ready_raises_every_ticket_ends(error: BaseException) -> None:
+    def ready() -> None:
+        raise error
+
+    with comm_thread(ScriptedComm([])) as thread:
+        tickets = [thread.gather("u0", bytes_of(0), ready=ready), thread.agree("a phase", b"1")]
+        for ticket in tickets:
+            with pytest.raises((DeviceError, _Wordless)):
+                ticket.wait()
+
+
+def test_units_of_odd_names_have_digests_of_their_own() -> None:
+    digests = []
+    for unit in ("\ud800", "\ud801", "?"):
+        with comm_thread(ScriptedComm([])) as thread:
+            digests.append(thread.gather(unit, bytes_of(0)).task.digest)
+    assert len(set(digests)) == 3
+
+
+def test_tensors_of_one_exchange_do_not_overlap() -> None:
+    whole, gate = torch.zeros(24, dtype=torch.uint8), threading.Event()
+    gate.set()
+    with comm_thread(ScriptedComm([gate])) as thread:
+        for send, received in ((whole, whole), (whole[:16], whole[8:])):
+            with pytest.raises(ValueError, match=r"overlap in memory"):
+                thread.exchange("u0", send, received=received)
+        thread.exchange("u0", whole[:12], received=whole[12:]).wait()
+
+
+def test_a_forked_child_has_no_collectives() -> None:
+    gate = threading.Event()
+    with comm_thread(ScriptedComm([gate])) as thread:
+        ticket = thread.gather("u0", bytes_of(0))
+        pid = os.fork()
+        if pid == 0:
+            refused = 0
+            for call in (ticket.wait, lambda: thread.abandon("no"), lambda: thread.agree("a phase", b"1")):
+                try:
+                    call()
+                except UsageError:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+        gate.set()
+        ticket.wait()

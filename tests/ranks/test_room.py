@@ -129,3 +129,12 @@ def test_the_error_of_a_lost_rank_is_public_and_has_its_number_and_place() -> No
     error = tiered.RankLostError("rank 3 is gone", rank=3, place="gather of u2")
     assert (error.rank, error.place) == (3, "gather of u2")
     assert isinstance(error, tiered.DeviceError) and not isinstance(error, tiered.DeadlineError)
+
+
+@pytest.mark.parametrize("what", ["control", "watch"])
+def test_a_rank_that_dies_as_the_groups_connect_is_an_error_in_time(what: str) -> None:
+    with Ranks(2) as ranks:
+        ranks.start("connect_beside_a_death", what=what, deadline_s=1.0)
+        assert ranks.wait_for(1) == 9
+        seen = ranks.result(0)
+        assert f"could not connect the {what} group within 3 s" in seen["text"] and seen["after_s"] < 30

@@ -6,6 +6,7 @@ single rank has NullComm. The ranks have agreed before each of them: comm_thread
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -81,6 +82,9 @@ def check_bytes(world: int, *tensors: torch.Tensor) -> None:
             )
         if tensor.numel() % world:
             raise ValueError(f"{tensor.numel()} bytes cannot be cut into the pieces of {world} ranks")
+    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.numel()) for tensor in tensors if tensor.numel()]
+    if any(start < end and first < last for (start, last), (first, end) in itertools.combinations(places, 2)):
+        raise ValueError("the tensors of a collective overlap in memory; expected memory of its own for each")
     if len({tensor.numel() for tensor in tensors}) > 1:
         raise ValueError(f"expected tensors of one size, got {[tensor.numel() for tensor in tensors]} bytes")
 

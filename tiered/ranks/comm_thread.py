@@ -26,7 +26,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import ClosedError, DeviceError, RankLostError, StepAbandonedError, UsageError
 from tiered.ranks.comm import Comm, Moving, check_bytes
 from tiered.ranks.group import FIRST_STEP_FACTOR
-from tiered.ranks.watch import Watch, copy_of, leave
+from tiered.ranks.watch import Watch, copy_of, leave, words_of
 from tiered.units import format_bytes
 
 __all__ = ["CommStatistics", "CommThread", "Ticket"]
@@ -42,6 +42,7 @@ _NUM_SHOWN = 3
 _M = TypeVar("_M", bound=Moving)
 _log = logging.getLogger("tiered")
 _quarantine: list[object] = []  # lifetime: gloo may write into these to the end of the process
+_unended: set[object] = set()  # lifetime: the interpreter's end must find those that an ordinary exit would wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ class Ticket:
         different things, RankLostError for a rank that is gone or late, StepAbandonedError where another has given up,
         and the error of ``ready``: the same for this and every later collective.
         """
+        self._comm_thread._process.check("a collective of the parent's")
         begun = time.monotonic()
         try:
             while not self.is_over:
@@ -163,6 +165,7 @@ class CommThread:
         self._moved_bytes = self._quarantined_bytes = 0
         self._wait_ranks_s = self._comm_wait_s = 0.0
         self._has_pending = False  # a collective that did not end: an ordinary exit would wait for it
+        self._has_ended = threading.Event()
         self._thread = BoundedThread(target=self._run, name=f"tiered comm of rank {comm.rank}")
         self._thread.start()
         at_exit(self, CommThread._end_with_interpreter)
@@ -223,7 +226,11 @@ class CommThread:
         self.watch.check(self._num_asked + 1)
 
     def abandon(self, reason: str) -> None:
-        """Give up: tell the other ranks ``reason``, which they raise in StepAbandonedError, and end all tickets."""
+        """Give up: tell the other ranks ``reason``, which they raise in StepAbandonedError, and end all tickets.
+
+        Raises UsageError in a fork.
+        """
+        self._process.check("the comm thread")
         self.watch.tell_abandoned(reason)
         self._fail(StepAbandonedError(f"this rank, {self.comm.rank}, has abandoned the step: {reason}"))
 
@@ -256,14 +263,19 @@ class CommThread:
                 self._is_closed = True
                 self._tasks.put(None)
         num_done, end = -1, 0.0
-        while self._thread.is_alive() and (num_done != self._num_done or time.monotonic() < end):
+        # Order: not by the thread's own join, after whose interrupt Python 3.11 takes a thread for ended.
+        while not self._has_ended.is_set() and (num_done != self._num_done or time.monotonic() < end):
             if num_done != self._num_done:  # the next collective ends in the deadline, unless torch holds it up
                 num_done, end = self._num_done, time.monotonic() + 2 * self.deadline_s
             INTERRUPTS.look()
-            self._thread.join(_SLICE_S)
-        self._has_pending |= self._thread.is_alive()
+            self._has_ended.wait(_SLICE_S)
+        self._has_pending |= not self._has_ended.is_set()
         if not self._has_pending and not self.watch.close(self.deadline_s):
             self._has_pending = True
+        if self._has_pending:
+            _unended.add(self)
+        else:
+            self._thread.join()
         return tuple(self._quarantined)
 
     def __repr__(self) -> str:
@@ -282,7 +294,7 @@ class CommThread:
                 raise ClosedError(f"the ranks' comm thread is closed: no {task.text} can be asked for")
             self._num_asked += 1
             size = len(task.payload or b"")
-            step = self._history + f"{self._num_asked} {task.text} {size}".encode(errors="replace")
+            step = self._history + f"{self._num_asked} {task.text} {size}".encode(errors="backslashreplace")
             self._history = task.digest = hashlib.blake2b(step, digest_size=_DIGEST_NBYTES).digest()
             task.number = self._num_asked
             task.ticket = ticket = Ticket(self, task)
@@ -303,7 +315,7 @@ class CommThread:
             return
         uncaught = getattr(sys, "last_value", None)
         if uncaught is not None and self._failure is None and not self._is_closed:
-            self.abandon(f"{type(uncaught).__name__}: {uncaught}")
+            self.abandon(words_of(uncaught))
         self.close()
         if self._has_pending:
             self.watch.deliver(_DELIVER_S)
@@ -312,14 +324,21 @@ class CommThread:
     # Below: the thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._has_ended.set()
+
+    def _work(self) -> None:
         while (task := self._next()) is not None:
             try:
                 if self._failure is not None:  # it came when this task had left the queue
                     raise self._failure
                 self._do(task)
-            except Exception as error:
-                self._tell_of(error)
-                self._fail(error, task)
+            except BaseException as error:  # of any kind: a caller waits for the end
+                failure = error if isinstance(error, Exception) else DeviceError(f"{task}: {words_of(error)}")
+                self._tell_of(failure)
+                self._fail(failure, task)
                 return
             self._num_done = task.number
             self._words.append(task.text)
@@ -460,7 +479,7 @@ class CommThread:
         if isinstance(error, RankLostError) and error.rank >= 0:
             self.watch.tell_lost(error.rank, str(error))
         elif not self._has_departed:
-            self.watch.tell_abandoned(f"{type(error).__name__}: {error}")
+            self.watch.tell_abandoned(words_of(error))
 
     def _fail(self, error: Exception, task: _Task | None = None) -> None:
         """End ``task`` and all that were asked for after it."""

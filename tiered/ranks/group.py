@@ -9,8 +9,9 @@ import hashlib
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its conn
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_NBYTES = 16
 _POLL_S = 0.01
+_CONNECT_S = 60.0  # at most, for ranks that have just met to connect: gloo hears no interrupt meanwhile
 _torch: Any = dist  # for names that its stubs do not have
 
 
@@ -114,11 +116,11 @@ class Group:
 
     def _meet(self) -> None:
         """Wait until all ranks have come here: gloo, which waits for them too, names none and hears no interrupt."""
-        self._store.set(f"{self._name}/{self.rank}", "here")
         limit_s = FIRST_STEP_FACTOR * self.deadline_s
         end = time.monotonic() + limit_s
+        self._ask_store(lambda: self._store.set(f"{self._name}/{self.rank}", "here"))
         for rank in range(self.world):
-            while not self._store.check([f"{self._name}/{rank}"]):
+            while not self._ask_store(partial(self._store.check, [f"{self._name}/{rank}"])):
                 INTERRUPTS.look()
                 if time.monotonic() > end:
                     raise RankLostError(
@@ -128,11 +130,32 @@ class Group:
                     )
                 time.sleep(_POLL_S)
 
+    def _ask_store(self, question: Callable[[], Any]) -> Any:
+        """Return the answer of the caller's store. Raises RankLostError where the process that has it is gone."""
+        try:
+            return question()
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank {self.rank} of {self.world} cannot ask the store of the process group: {error}; expected the"
+                " process that has it, most often rank 0, to run on; start all ranks again",
+                rank=-1,
+            ) from error
+
     def _new(self, what: str, timeout: timedelta) -> Any:  # torch's stubs of its groups lack most of their methods
         # torch's new_group names a group of a part of the ranks by the number of groups that each process knows, and
         # waits for ever where that differs. This name is the same wherever the caller's group is.
         store = _torch.PrefixStore(f"{self._name}/{what}", self._store)
-        return outside(_torch.ProcessGroupGloo, store, self.rank, self.world, timeout)
+        limit = timedelta(seconds=min(_CONNECT_S, FIRST_STEP_FACTOR * self.deadline_s))
+        try:
+            group = outside(_torch.ProcessGroupGloo, store, self.rank, self.world, limit)
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank {self.rank} of {self.world} could not connect the {what} group within {limit.total_seconds():g}"
+                f" s, after all ranks had met: {error}; expected all ranks to run on; start them again",
+                rank=-1,
+            ) from error
+        group._set_default_timeout(timeout)
+        return group
 
     def _boot_ids(self) -> list[bytes]:
         """Return a digest of each rank's boot id: ranks under one kernel, in containers too, have the same."""

@@ -28,7 +28,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError, DeviceError, RankLostError, StepAbandonedError
 from tiered.ranks.group import Group
 
-__all__ = ["EXIT_STATUS", "Watch", "copy_of", "leave"]
+__all__ = ["EXIT_STATUS", "Watch", "copy_of", "leave", "words_of"]
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: the same command, started again, goes on from the last commit
 
@@ -295,10 +295,24 @@ class Watch:
 
 
 def copy_of(error: _Error) -> _Error:
-    """Return a copy of an error that several threads raise: each raise adds its own traceback."""
-    copied = copy.copy(error)
-    copied.__traceback__ = None
+    """Return a copy of an error that several threads raise: each raise adds its own traceback.
+
+    An error of the caller's that cannot be copied is returned itself.
+    """
+    try:
+        copied = copy.copy(error)
+        copied.__traceback__ = None
+    except Exception:  # its class decides
+        return error
     return copied
+
+
+def words_of(error: BaseException) -> str:
+    """Return the class and the message of ``error``, whatever its class makes of a message."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its class decides
+        return type(error).__name__
 
 
 def leave(reason: str) -> NoReturn:
