@@ -265,7 +265,7 @@ class ModuleCalls:
 
         Not in a method that runs outside of any forward: its recomputation finds its units parked, as it did.
         """
-        return not self.methods and torch.is_grad_enabled() and not in_graph_task()
+        return not self.methods and torch.is_grad_enabled() and graph_task() == -1
 
     # -- methods -------------------------------------------------------------------------------------------------
 
