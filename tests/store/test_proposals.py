@@ -16,6 +16,7 @@ from tests.store.together import Together
 from tests.zero.pending import pending
 from tests.zero.training import Session, start
 from tiered.errors import CapacityError, DeviceError, LeaseError, UsageError
+from tiered.store.catalog.catalog import Alone
 from tiered.store.lifetime.opening import new_arena, open_parts
 from tiered.store.store import Store
 from tiered.units import MiB
@@ -136,3 +137,36 @@ def test_a_deferred_seal_whose_updates_fail_is_called_off() -> None:
         with pytest.raises(DeviceError, match="injected"):
             r.store.wait_for_commit()
         r.store.rollback()
+
+
+class Slow(Together):
+    """While the stores agree, another thread of this one leases a key for writing."""
+
+    store: Store | None = None
+
+    def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
+        nonce = super().propose(number, steps, refusal)
+        if self.store is not None:
+            self.lease, self.store = self.store.working_set.lease("beside", "rw"), None
+        return nonce
+
+
+def test_a_lease_for_writing_that_begins_during_the_agreement_is_a_failure_for_all_and_harms_nothing() -> None:
+    together = Slow()
+    with pending(wait=True) as r:
+        committer = r.store._generations._committer
+        assert committer is not None
+        r.store["beside"] = numbers(9000, 1)
+        committer._confirmation = together
+        for wait in (True, False):
+            r.session.run_step(2 if wait else 3)
+            r.device.hold = (lambda operation: False) if wait else r.reads_of("blocks.0")
+            together.store = r.store
+            with pytest.raises(LeaseError, match="'beside'"):
+                r.store.commit({"step": 3}, wait=wait)
+            assert [word for word, _ in together.log] == ["propose", "failed"]
+            together.lease.release()
+            del together.log[:]
+            r.device.open()
+        committer._confirmation = Alone()
+        r.store.commit({"step": 4})

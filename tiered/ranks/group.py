@@ -62,7 +62,7 @@ class Group:
     """
 
     __slots__ = (
-        "_name", "_store", "commit", "control", "data", "deadline_s", "is_data_on_device", "local_rank", "local_world",
+        "_name", "_store", "commit", "control", "data", "deadline_s", "local_rank", "local_world",
         "rank", "watch", "world",
     )  # fmt: skip
 
@@ -73,7 +73,6 @@ class Group:
         """
         self.rank, self.world = caller.rank(), caller.size()
         self.deadline_s = deadline_s
-        self.is_data_on_device = device_kind is not None
         self._store = _store_of(caller)
         self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
         self._meet()

@@ -249,13 +249,16 @@ class Committer:
         nothing will be sealed.
         """
         keys = producer.pending_keys()  # order: without the lock
-        with self._condition:
-            self._working_set.catch_up()
-            while self._refuse_writers("commit", lingering=True, but=keys):
-                pass
-        number = attempt.propose().number  # order: once this store has nothing to refuse for
-        with self._condition:
-            self._working_set.announce_seal(producer, number)
+        while True:
+            with self._condition:
+                self._working_set.catch_up()
+                while self._refuse_writers("commit", lingering=True, but=keys):
+                    pass
+                if attempt.name is not None or not self._confirmation.keeps_before:
+                    number = attempt.propose().number  # alone; or the number that all have agreed on
+                    self._working_set.announce_seal(producer, number)
+                    break
+            attempt.propose()  # order: without the lock, and once this store has nothing to refuse for
         return number if self._working_set.hand_over_seal(seal, attempt.call_off) else 0
 
     def wait(self) -> None:
