@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,23 +74,27 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-@pytest.mark.parametrize("name", LOSSES)
-def test_bits(name: str, use_reentrant: bool | None, tmp_path: Path) -> None:
-    loss = LOSSES[name]
-    torch.manual_seed(0)
-    plain = Blocks(use_reentrant=use_reentrant)
-    with debug_store(tmp_path, durable=False) as store:
+def assert_bits(plain: nn.Module, directory: Path, run: Callable[[Any, int], None], num_steps: int) -> None:
+    """Train a copy of ``plain`` in a store and ``plain`` in memory, ``run(model, step)`` each step; compare."""
+    with debug_store(directory, durable=False) as store:
         model = tiered.shard(copy.deepcopy(plain), store)
         ours = tiered.AdamW(model.parameters(), lr=0.01, update="backward")
         theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
-        for step in range(4):
+        for step in range(num_steps):
             for trained, optimizer in ((model, ours), (plain, theirs)):
-                loss(trained, step).backward()
+                run(trained, step)
                 optimizer.step()
                 optimizer.zero_grad()
         for (key, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
             assert torch.equal(value, expected), key
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_bits(name: str, use_reentrant: bool | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Blocks(use_reentrant=use_reentrant)
+    assert_bits(plain, tmp_path, lambda model, step: LOSSES[name](model, step).backward(), 4)
 
 
 def test_unused_parameters_delay_no_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,15 +167,4 @@ def regulariser_first(model: Root, step: int) -> None:
 @pytest.mark.parametrize("run", [prepared, two_graphs_live, regulariser_first])
 def test_counts_of_uses_end_before_graphs_do(run: Callable[[Root, int], None], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Root()
-    with debug_store(tmp_path, durable=False) as store:
-        model = tiered.shard(copy.deepcopy(plain), store)
-        ours = tiered.AdamW(model.parameters(), lr=0.01, update="backward")
-        theirs = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
-        for step in range(3):
-            for trained, optimizer in ((model, ours), (plain, theirs)):
-                run(trained, step)
-                optimizer.step()
-                optimizer.zero_grad()
-        for (key, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
-            assert torch.equal(value, expected), key
+    assert_bits(Root(), tmp_path, run, 3)
