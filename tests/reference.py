@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Lion", "MasterAdamW", "Recipe", "Trained", "train"]
+__all__ = ["Lion", "MasterAdamW", "Recipe", "Trained", "means_of", "ranks_reference", "train"]
+
+
+Bounds = dict[nn.Parameter, list[tuple[int, int]]]
+"""Of each parameter, the first and last element of its pieces in the order of memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +117,18 @@ class MasterAdamW:
         self.optimizer = OPTIMIZERS[recipe.optimizer](groups, **recipe.adamw)
         self.num_updates: Counter[nn.Parameter] = Counter()  # by master: not every optimizer counts
 
-    def step(self, max_norm: float | None = None) -> Tensor | None:
-        """Update every parameter that has a gradient; return the norm before clipping, if asked to clip."""
+    def step(self, max_norm: float | None = None, bounds: Bounds | None = None) -> Tensor | None:
+        """Update every parameter that has a gradient; return the norm before clipping, if asked to clip.
+
+        With ``bounds`` each parameter's norm is that of the norms of its pieces.
+        """
         gradients = {
             parameter: parameter.grad.float() if parameter.dtype == torch.bfloat16 else parameter.grad
             for parameter in self.masters
             if parameter.grad is not None
         }
-        norm = None if max_norm is None else _clip(list(gradients.values()), max_norm)
+        pieces = None if bounds is None else [bounds[parameter] for parameter in gradients]
+        norm = None if max_norm is None else _clip(list(gradients.values()), max_norm, pieces)
         for parameter, master in self.masters.items():
             gradient = gradients.get(parameter)
             master.grad = None if gradient is None else gradient.to(master.device)
@@ -138,12 +146,24 @@ class MasterAdamW:
             parameter.grad = None
 
 
-def _clip(gradients: list[Tensor], max_norm: float) -> Tensor:
-    """Clip ``gradients`` where they are, by torch's own function; return their norm."""
+def _clip(gradients: list[Tensor], max_norm: float, pieces: list[list[tuple[int, int]]] | None) -> Tensor:
+    """Clip ``gradients`` where they are, by torch's own function; return their norm.
+
+    ``pieces`` has, for each gradient, the bounds of its parts in the order of memory, if norms are those of parts.
+    """
     holders = [torch.empty_like(gradient) for gradient in gradients]
     for holder, gradient in zip(holders, gradients, strict=True):
         holder.grad = gradient
-    return nn.utils.clip_grad_norm_(holders, max_norm)
+    if pieces is None:
+        return nn.utils.clip_grad_norm_(holders, max_norm)
+    norms = []
+    for gradient, bounds in zip(gradients, pieces, strict=True):
+        flat = gradient.as_strided((gradient.numel(),), (1,))
+        parts = [torch.linalg.vector_norm(flat[start:stop]) for start, stop in bounds]
+        norms.append(torch.linalg.vector_norm(torch.stack(parts)))
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
+    return norm
 
 
 def train(
@@ -175,6 +195,74 @@ def train(
             after_step(step, optimizer)
     _collect(model, optimizer, trained)
     return trained
+
+
+def ranks_reference(
+    build: Callable[[], nn.Module],
+    batch: Callable[[int], Any],
+    loss: Callable[[nn.Module, Any], Tensor],
+    recipe: Recipe,
+    *,
+    world: int,
+    seed: int,
+    exchanges_each: bool = True,
+    reverses: bool = False,
+    bounds: dict[str, list[tuple[int, int]]] | None = None,
+) -> Trained:
+    """Train over ``world`` ranks, one after the other in this process: a model for each, batch i * world + rank.
+
+    The gradients of all ranks are added in fp32 in the order of the ranks (``reverses``: against it), multiplied with
+    fp32(1 / world) and rounded to their dtype, after each micro-step (``exchanges_each``) or the last. A parameter that
+    no rank has used has none. ``losses`` are those of rank 0, 1, ... of each micro-step. ``bounds``, by name, are those
+    of the pieces of a parameter whose norms make its norm.
+    """
+    models, states = [], []
+    for _ in range(world):
+        torch.manual_seed(seed)
+        models.append(build())
+        torch.manual_seed(seed + 1)
+        states.append(torch.get_rng_state())
+    optimizers, trained = [MasterAdamW(model, recipe) for model in models], Trained()
+    sums: dict[str, Tensor] = {}
+    for index in range(recipe.num_steps * recipe.num_micro_steps):
+        is_last = (index + 1) % recipe.num_micro_steps == 0
+        for rank, model in enumerate(models):
+            torch.set_rng_state(states[rank])
+            value = loss(model, batch(index * world + rank))
+            (value / recipe.num_micro_steps).backward()
+            trained.losses.append(value.detach().clone())
+            states[rank] = torch.get_rng_state()
+        if exchanges_each or is_last:
+            for name, mean in means_of(models, reverses=reverses).items():
+                sums[name] = sums[name] + mean if name in sums else mean
+        if is_last:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                for name, parameter in model.named_parameters():
+                    # The fused kernels of torch take gradients in the order of the parameters' memory.
+                    parameter.grad = torch.empty_like(parameter).copy_(sums[name]) if name in sums else None
+                pieces = None if bounds is None else {model.get_parameter(name): each for name, each in bounds.items()}
+                norm = optimizer.step(recipe.max_norm, pieces)
+                optimizer.zero_grad()
+            trained.norms += [] if norm is None else [norm.clone()]
+            sums = {}
+    _collect(models[0], optimizers[0], trained)
+    return trained
+
+
+def means_of(models: list[nn.Module], *, reverses: bool = False) -> dict[str, Tensor]:
+    """Return the mean gradients of all ``models`` by name, whose own are gone then."""
+    means = {}
+    for name, first in models[0].named_parameters():
+        given = [model.get_parameter(name).grad for model in models]
+        if any(gradient is not None for gradient in given):
+            dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+            total = torch.zeros(first.shape, dtype=dtype)
+            for gradient in reversed(given) if reverses else given:
+                total = total if gradient is None else total + gradient.to(dtype)
+            means[name] = (total * torch.tensor(1 / len(models), dtype=dtype)).to(first.dtype)
+        for model in models:
+            model.get_parameter(name).grad = None
+    return means
 
 
 def _collect(model: nn.Module, optimizer: MasterAdamW, trained: Trained) -> None:

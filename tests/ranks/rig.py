@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.store.rig import simulated_store
 from tiered.store.store import Store
-from tiered.tiers.compute_tier import ComputeTier
+from tiered.tiers.compute_tier import ComputeTier, Gathered
 from tiered.units import MiB
 from tiered.zero.formats.budget import work_sizes
 from tiered.zero.formats.codec import Source
@@ -69,6 +69,12 @@ class RigComm:
 
     def all_gather(self, shards: list[Tensor]) -> list[Tensor]:
         return self.meeting.gather(self.rank, shards)
+
+    def gather(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> Gathered:
+        gathered = tier.gather(keys, mode)
+        gathered.whole = self.all_gather(gathered.shard)
+        gathered.shard = [self.shard_of(whole) for whole in gathered.whole]
+        return gathered
 
     def shard_of(self, whole: Tensor) -> Tensor:
         nbytes = whole.numel() // self.world
@@ -216,19 +222,19 @@ class Ranks:
         whole = self.each(lambda rank: self._gathered(self.units[rank]))[0]
         for segment in first.segments:
             values[segment.name] = segment.flat(whole[segment.span]).clone()
-        state: dict[tuple[str, str], Tensor] = {}
-        for unit, its in zip(self.units, self.states, strict=True):
-            for segment in unit.segments:
-                if segment not in its.steps:
-                    continue
-                for word, value in its.gather(segment).items():
-                    if word == "step":
-                        continue
-                    flat = value.as_strided((segment.numel,), (1,))
-                    kept = state.setdefault((segment.name, word), torch.full_like(flat, torch.nan))
-                    own = slice(segment.stretch.start, segment.stretch.stop)
-                    kept[own] = flat[own]
+        state = self.each(lambda rank: self._state_of(self.units[rank], self.states[rank]))[0]
         return Outcome(values, state)
+
+    @staticmethod
+    def _state_of(unit: Unit, its: OptimizerState) -> dict[tuple[str, str], Tensor]:
+        """Return the state of each parameter, as all ranks gather it together."""
+        found = [(segment, its.gather(segment)) for segment in unit.segments if segment in its.steps]
+        return {
+            (segment.name, word): value.as_strided((segment.numel,), (1,)).clone()
+            for segment, state in found
+            for word, value in state.items()
+            if word != "step"
+        }
 
 
 def _in_memory_order(segment: Segment, value: Tensor) -> Tensor:

@@ -77,16 +77,28 @@ def test_shard_refuses_a_world_of_several_processes(tmp_path: Path, monkeypatch:
         tiered.shard(nn.Linear(4, 4), store)
 
 
-def test_shard_refuses_a_group_of_several_ranks(tmp_path: Path) -> None:
-    with group(2), debug_store(tmp_path) as store, pytest.raises(UsageError, match="group of 2 ranks"):
+def test_shard_refuses_a_group_that_came_after_the_store(tmp_path: Path) -> None:
+    with debug_store(tmp_path) as store, group(2), pytest.raises(UsageError, match="group of 2 ranks"):
         tiered.shard(nn.Linear(4, 4), store)
     with group(1), debug_store(tmp_path) as store:
         tiered.shard(nn.Linear(4, 4), store)
 
 
-@pytest.mark.parametrize("value", [True, 0, "gloo", object()])
-def test_a_store_takes_no_group_yet(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ranks come with a later release"):
+def test_a_durable_store_over_ranks_is_refused_and_one_for_this_process_opens(tmp_path: Path) -> None:
+    with group(2), pytest.raises(UsageError, match=r"durable store over 2 ranks.*durable=False"):
+        tiered.Store(tmp_path, dram="16MiB")
+    assert not list(tmp_path.iterdir())
+    with group(2), tiered.Store(tmp_path, dram="16MiB", process_group=False) as store:
+        assert store.ranks is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [(True, TypeError), (0, TypeError), ("gloo", TypeError), (object(), TypeError)]
+)
+def test_a_store_takes_groups_and_meshes_alone(value: Any, error: type[Exception], tmp_path: Path) -> None:
+    with group(1), pytest.raises(error, match="expected None, False, a process group or a DeviceMesh"):
+        tiered.Store(tmp_path, dram="16MiB", process_group=value)
+    with pytest.raises(UsageError, match=r"expected init_process_group\(\)"):
         tiered.Store(tmp_path, dram="16MiB", process_group=value)
     assert not list(tmp_path.iterdir())
 

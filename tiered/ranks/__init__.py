@@ -1,1 +1,1 @@
-"""Floor 3b: the collectives of several ranks. Floor 3a is beside it, and neither knows the other."""
+"""Floor 2: the ranks that train one model together, and their collectives on raw bytes."""

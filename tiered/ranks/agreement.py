@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiered import errors
+from tiered.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    DeviceError,
+    LeaseError,
+    RankLostError,
+    StepAbandonedError,
+    StoreLostError,
+    TieredError,
+    UsageError,
+)
 from tiered.ranks.comm_thread import CommThread
 
 __all__ = ["Agreement"]
@@ -13,8 +25,24 @@ __all__ = ["Agreement"]
 _NBYTES = 512  # of an outcome: (whether it failed, its text)
 _FAILED, _DONE = b"!", b"."
 _CLASSES: dict[str, type[Exception]] = {
-    name: getattr(errors, name) for name in errors.__all__
-} | {each.__name__: each for each in (ValueError, TypeError, MemoryError)}  # fmt: skip
+    each.__name__: each
+    for each in (
+        *(
+            CapacityError,
+            ClosedError,
+            CorruptionError,
+            DeadlineError,
+            DeviceError,
+            LeaseError,
+            RankLostError,
+            StepAbandonedError,
+            StoreLostError,
+            TieredError,
+            UsageError,
+        ),
+        *(ValueError, TypeError, MemoryError),
+    )
+}
 
 
 class Agreement:
@@ -55,7 +83,7 @@ class Agreement:
         """
         try:
             yield
-        except (errors.RankLostError, errors.StepAbandonedError):
+        except (RankLostError, StepAbandonedError):
             raise
         except Exception as failure:
             self.agree(word, failure=failure)
@@ -81,4 +109,4 @@ def _error(word: str, failed: Sequence[tuple[int, str]]) -> Exception:
     message = "; ".join(
         f"rank {rank}: {text if name in _CLASSES else f'{name}: {text}'}" for rank, name, _, text in parts
     )
-    return _CLASSES.get(name, errors.TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
+    return _CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")

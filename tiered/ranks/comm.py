@@ -100,13 +100,13 @@ class NullComm:
     def __repr__(self) -> str:
         return "NullComm()"
 
-    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the whole spans whose pieces ``shards`` are, (nbytes,) uint8 each: the shards themselves."""
-        return shards
+    def gather(self, tier: Any, keys: Sequence[str], mode: str) -> Any:
+        """Return what ``tier`` has of ``keys``: the shards are the whole."""
+        return tier.gather(keys, mode)
 
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of a ``whole`` span: all of it."""
-        return whole
+    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the whole tensors whose pieces ``shards`` are, (nbytes,) uint8 each: the shards themselves."""
+        return shards
 
 
 # -- gloo --------------------------------------------------------------------------------------------------------------

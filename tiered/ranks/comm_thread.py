@@ -173,18 +173,25 @@ class CommThread:
     # Below: for all threads
 
     def gather(
-        self, unit: str, whole: torch.Tensor, *, ready: Callable[[], object] | None = None, owner: object = None
+        self,
+        unit: str,
+        whole: torch.Tensor,
+        *,
+        payload: bytes = b"",
+        ready: Callable[[], object] | None = None,
+        owner: object = None,
     ) -> Ticket:
         """Ask for the pieces of ``unit`` of all ranks in ``whole``, (nbytes,) uint8; does not block.
 
         The own piece lies at its place in it when ``ready``, which the comm thread calls after the agreement, has
-        returned. ``whole`` is in use until ``Ticket.frees_buffers``; ``owner`` is what ``close`` returns in its place
+        returned. ``payload``, as long on all ranks, goes to all before: ``Ticket.wait`` returns that of each rank.
+        ``whole`` is in use until ``Ticket.frees_buffers``; ``owner`` is what ``close`` returns in its place
         if it never is. Raises ValueError for another tensor, ClosedError, and the failure of an earlier collective.
         """
         check_bytes(self.comm.world, whole)
         fence = self.comm.fence()
         task = _Task(f"gather of {unit} ({whole.numel()} bytes)", lambda comm: comm.gather(whole, fence), (whole,))
-        task.ready, task.owner = ready, owner
+        task.payload, task.ready, task.owner = payload or None, ready, owner
         return self._ask(task)
 
     def exchange(
@@ -199,9 +206,8 @@ class CommThread:
     ) -> Ticket:
         """Ask for piece r of ``send`` to go to rank r, and that of rank r to come in ``received``; does not block.
 
-        Both are (nbytes,) uint8, and in use until ``Ticket.frees_buffers``. ``payload``, as long on all ranks, goes to
-        all before: ``Ticket.wait`` returns that of each rank. ``send`` is complete when ``ready`` has
-        returned. Raises as ``gather`` does.
+        Both are (nbytes,) uint8, and in use until ``Ticket.frees_buffers``. ``send`` is complete when ``ready`` has
+        returned. ``payload`` and errors are as with ``gather``.
         """
         check_bytes(self.comm.world, send, received)
         fence = self.comm.fence()

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import RankLostError, UsageError
 
-__all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup"]
+__all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup", "num_ranks"]
 
 FIRST_STEP_FACTOR = 3.0  # of the deadline, in the first step, which also records the schedule and faults pages in
 _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which says more
@@ -98,18 +98,8 @@ class Group:
         rank, and where nothing is initialised; TypeError; RankLostError where a rank does not come within three
         times the deadline.
         """
-        if isinstance(process_group, DeviceMesh):
-            process_group = _group_of_mesh(process_group)
-        if process_group is False or (process_group is None and not _is_initialized()):
-            return NullGroup()
-        if not _is_initialized():
-            raise UsageError("a process group, but torch.distributed is not initialised; expected init_process_group()")
-        caller: Any = dist.group.WORLD if process_group is None else process_group
-        if caller is dist.GroupMember.NON_GROUP_MEMBER:
-            raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given")
-        if not isinstance(caller, dist.ProcessGroup):
-            raise TypeError(f"expected None, False, a process group or a DeviceMesh, got {process_group!r}")
-        if caller.size() == 1:
+        caller = _caller_of(process_group)
+        if caller is None or caller.size() == 1:
             return NullGroup()
         return cls(caller, deadline_s, _device_kind(caller, device))
 
@@ -171,6 +161,28 @@ class Group:
 
 
 _num_made: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by the caller's group: a name is used once
+
+
+def num_ranks(process_group: object) -> int:
+    """Return how many ranks ``Group.of(process_group)`` is for. Raises as it does; does not block."""
+    caller = _caller_of(process_group)
+    return 1 if caller is None else caller.size()
+
+
+def _caller_of(process_group: object) -> dist.ProcessGroup | None:
+    """Return the group that the caller means; None for this process alone."""
+    if isinstance(process_group, DeviceMesh):
+        process_group = _group_of_mesh(process_group)
+    if process_group is False or (process_group is None and not _is_initialized()):
+        return None
+    if not _is_initialized():
+        raise UsageError("a process group, but torch.distributed is not initialised; expected init_process_group()")
+    caller: Any = dist.group.WORLD if process_group is None else process_group
+    if caller is dist.GroupMember.NON_GROUP_MEMBER:
+        raise UsageError(f"rank {dist.get_rank()} is not in the process group that it was given")
+    if not isinstance(caller, dist.ProcessGroup):
+        raise TypeError(f"expected None, False, a process group or a DeviceMesh, got {process_group!r}")
+    return caller
 
 
 def _store_of(caller: Any) -> Any:

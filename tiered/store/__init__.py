@@ -1,1 +1,1 @@
-"""Floor 2: key -> record -> bytes, with residency under a DRAM budget and atomic commits."""
+"""Floor 3: key -> record -> bytes, with residency under a DRAM budget and atomic commits."""

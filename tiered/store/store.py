@@ -17,14 +17,16 @@ from tiered.bytes.arena import Arena
 from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS
-from tiered.errors import UsageError
+from tiered.errors import CapacityError, UsageError
+from tiered.ranks.group import num_ranks
+from tiered.ranks.ranks import Ranks, phase
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
 from tiered.store.cache import Cache
 from tiered.store.format.row import Spec
 from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
-from tiered.store.lifetime.opening import Parts, dram_budget, new_arena, open_parts
+from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks
@@ -32,7 +34,7 @@ from tiered.store.rows.rows import NUM_WITH_ADAM, PartAccess, Rows
 from tiered.store.values.streaming import VerifyReport
 from tiered.store.waiting.deferred_seal import Producer
 from tiered.store.waiting.refusals import Service
-from tiered.units import parse_bytes
+from tiered.units import MiB, format_bytes, parse_bytes
 
 __all__ = ["Store"]
 
@@ -56,7 +58,8 @@ class Store(TensorMapping):
     """
 
     device_memory: int | None  # the compute device's budget in bytes
-    process_group: bool | None = None  # False: this process alone, whatever ranks there are
+    ranks: Ranks | None = None  # of the process group, this process among them; None for one
+    process_group: object = None  # False: this process alone, whatever ranks there are
     rank_deadline: float = _RANK_DEADLINE_S  # seconds that a wait for another rank may last
 
     def __init__(
@@ -64,7 +67,7 @@ class Store(TensorMapping):
         *directories: str | os.PathLike[str],
         dram: int | str | None = None,
         device_memory: int | str | None = None,
-        process_group: bool | None = None,
+        process_group: Any = None,
         rank_deadline: float = _RANK_DEADLINE_S,
         durable: bool = True,
         engine: str = "auto",
@@ -79,35 +82,46 @@ class Store(TensorMapping):
         ``dram`` bounds all that it keeps in DRAM, in bytes or as "8GiB" (default: half of free memory).
         ``device_memory`` bounds its bytes on the accelerator, such as "20GiB" (default: ``tiered.shard`` decides from
         free memory); 0: it serves none. ``dram`` is page-locked, 0.1 s a GiB, by the first model or tensor on one.
-        ``process_group=False`` says that the store is this process's alone where there are ranks, which
-        ``tiered.shard`` refuses otherwise; groups come with a later release.
+        ``process_group``: the ranks that train one model together, each with a store of its own. None: the default
+        group where ``torch.distributed`` is initialised, and then all ranks open their stores together; False: this
+        process alone; or a group, or a DeviceMesh of one dimension. ``{rank}`` and ``{local_rank}`` in a directory
+        stand for this rank's numbers; ``dram`` is divided by the ranks of the machine, and the least share is each
+        rank's. Over ranks ``durable=False`` is all there is yet.
         ``rank_deadline``: seconds that a wait for another rank may last before ``RankLostError``, in the first step
-        three times as long; kept as an attribute, and of no effect with one rank.
+        three times as long.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
         "threads", "aiofiles", "mmap" or "memory". ``mode`` "a" opens or creates, "x" creates, "r" only reads.
         ``external``: safetensors files, or folders of them, in which tensors may lie and are read in place (``adopt``,
         and the ``weights`` of ``tiered.shard`` that no step changes); to be given at each open. Raises UsageError,
         CapacityError, CorruptionError, DeviceError; nothing stays open then.
         """
-        if process_group is not None and process_group is not False:
-            raise UsageError(
-                f"process_group={process_group!r}: ranks come with a later release; expected None, or False for a"
-                " store that is this process's alone"
-            )
         self.process_group = process_group
         self.rank_deadline = _checked_seconds(rank_deadline)
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             INTERRUPTS.begin(self)
-            arena = _arena or new_arena(dram_budget(dram), serves_accelerator=self.device_memory != 0)
-            parts = open_parts(directories, arena, durable=durable, engine=engine, mode=mode, external=external)
-            self._assemble(parts, mode, _DEADLINE_S)
+            self.ranks = _ranks_of(process_group, self.rank_deadline, durable=durable)
+            with phase(self.ranks, "tiered.Store"):
+                arena = _arena or self._new_arena(dram)
+                paths = _of_this_rank(directories, self.ranks)
+                parts = open_parts(paths, arena, durable=durable, engine=engine, mode=mode, external=external)
+                parts.ranks = self.ranks
+                self._assemble(parts, mode, _DEADLINE_S)
             INTERRUPTS.look()  # order: here the store can be closed, which the caller has not yet
         except BaseException:
             if hasattr(self, "_generations"):
                 self._close(commit=False)
+            elif self.ranks is not None:
+                self.ranks.comm_thread.close()
             INTERRUPTS.end(self)
             raise
+
+    def _new_arena(self, dram: int | str | None) -> Arena:
+        ranks = self.ranks
+        budget = (
+            dram_budget(dram) if ranks is None else ranks.least("dram=", lambda: _share_of(dram_budget(dram), ranks))
+        )
+        return new_arena(budget, serves_accelerator=self.device_memory != 0)
 
     @classmethod
     def _from_parts(cls, parts: Parts, *, mode: str = "a", deadline_s: float = _DEADLINE_S) -> Store:
@@ -392,6 +406,8 @@ class Store(TensorMapping):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and self.ranks is not None:
+            self.ranks.abandon(error, "with tiered.Store")
         try:
             self._close(commit=error is None)
         except Exception as failure:
@@ -427,6 +443,41 @@ class Store(TensorMapping):
                 self._generations.finish_at_exit()
             finally:
                 self._refusals.service = Service.LATE
+
+
+def _ranks_of(process_group: object, deadline_s: float, *, durable: bool) -> Ranks | None:
+    """Return the ranks of ``process_group``, None for one rank; blocks for all of them."""
+    if durable and num_ranks(process_group) > 1:
+        raise UsageError(
+            f"a durable store over {num_ranks(process_group)} ranks: commits of several ranks come with a later"
+            " release; expected durable=False for training over ranks, or process_group=False for a store that is"
+            " this process's alone"
+        )
+    return Ranks.of(process_group, deadline_s=deadline_s)
+
+
+def _of_this_rank(
+    directories: Sequence[str | os.PathLike[str]], ranks: Ranks | None
+) -> Sequence[str | os.PathLike[str]]:
+    """Return ``directories`` with the numbers of this rank in the places of ``{rank}`` and ``{local_rank}``."""
+    if ranks is None:
+        return directories
+    numbers = {"{rank}": ranks.rank, "{local_rank}": ranks.local_rank}
+    paths = [os.fspath(directory) for directory in directories]
+    for name, number in numbers.items():
+        paths = [path.replace(name, str(number)) for path in paths]
+    return paths
+
+
+def _share_of(budget: int, ranks: Ranks) -> int:
+    """Return the part of ``budget``, bytes of the machine's DRAM, of one rank. Raises CapacityError."""
+    share = budget // ranks.local_world // MiB * MiB
+    if share < MIN_DRAM_NBYTES:
+        raise CapacityError(
+            f"a DRAM budget of {format_bytes(budget)} for {ranks.local_world} ranks of this machine; the smallest is"
+            f" {format_bytes(MIN_DRAM_NBYTES)} for each: give a larger dram="
+        )
+    return share
 
 
 def _checked_seconds(rank_deadline: float) -> float:

@@ -1,1 +1,1 @@
-"""Floor 3a: which bytes should be in which tier, and when they should move."""
+"""Floor 4: which bytes should be in which tier, and when they should move."""

@@ -289,7 +289,7 @@ class ParameterPlace(NamedTuple):
 
 
 class Collectives(Protocol):
-    """The operations of all ranks together on a unit's buffer. ``rank`` is this process's, from 0 to ``world``."""
+    """The operations of all ranks together on a unit's bytes. ``rank`` is this process's, from 0 to ``world``."""
 
     @property
     def rank(self) -> int: ...
@@ -297,11 +297,11 @@ class Collectives(Protocol):
     @property
     def world(self) -> int: ...
 
-    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the whole spans, (nbytes,) uint8 each; ``shards`` are this rank's pieces of them. Blocks."""
+    def gather(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> Gathered:
+        """Bring the whole spans of whose shards ``keys`` are to where computing happens: as ``ComputeTier.gather``."""
 
-    def shard_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's piece of a ``whole`` span, a view of it."""
+    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's. Blocks."""
 
 
 class UnitBuffer:
@@ -346,16 +346,8 @@ class UnitBuffer:
 
         Blocks. Raises the errors of ``ComputeTier.gather``, with nothing leased.
         """
-        gathered = self._tier.gather(self.keys, mode)
-        try:
-            gathered.whole = self._comm.all_gather(gathered.shard)
-            if gathered.whole is not gathered.shard:
-                gathered.shard = [self._comm.shard_of(whole) for whole in gathered.whole]
-            self.tensors = gathered.whole
-        except BaseException:
-            gathered.release(range(len(self.keys)))
-            raise
-        self.gathered = gathered
+        self.gathered = gathered = self._comm.gather(self._tier, self.keys, mode)
+        self.tensors = gathered.whole
         self.mode = mode
         self.state = BufferState.GATHERED
 

@@ -1,4 +1,4 @@
-"""Floor 4: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
+"""Floor 5: training through the tiers: units, parameters that fault in, gradients, the streaming optimizer."""
 
 from tiered.zero.construct import construct
 from tiered.zero.gradients.clipping import GradScaler, clip_grad_norm_

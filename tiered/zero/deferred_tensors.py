@@ -35,7 +35,7 @@ class DeferredTensor(torch.Tensor):
 
     place: tuple[str, str] | None
     _read: Callable[[], torch.Tensor]
-    _read_into: Callable[[torch.Tensor], Callable[[], None]] | None
+    _read_into: Callable[[torch.Tensor, int], Callable[[], None]] | None
 
     @classmethod
     def of(
@@ -43,12 +43,13 @@ class DeferredTensor(torch.Tensor):
         looks: torch.Tensor,
         read: Callable[[], torch.Tensor],
         *,
-        read_into: Callable[[torch.Tensor], Callable[[], None]] | None = None,
+        read_into: Callable[[torch.Tensor, int], Callable[[], None]] | None = None,
         place: tuple[str, str] | None = None,
     ) -> DeferredTensor:
-        """Return one that looks like ``looks``, on meta. ``read_into`` starts to fill one.
+        """Return one that looks like ``looks``, on meta. ``read_into`` starts to fill one, or a part of it.
 
-        It takes a contiguous tensor in DRAM of these looks, and returns the call that waits for the values.
+        It takes a contiguous tensor in DRAM of this dtype and the element that it begins at, and returns the call that
+        waits for the values.
         """
         with torch._C.DisableTorchFunctionSubclass():
             deferred = torch.Tensor._make_subclass(cls, looks.detach().to("meta"))
@@ -59,11 +60,21 @@ class DeferredTensor(torch.Tensor):
         """Start to copy the values to ``target``, which is of this shape; return the call that waits, if any."""
         is_same = target.dtype == self.dtype and target.is_contiguous() and target.is_cpu
         if self._read_into is not None and is_same and target.numel():
-            return self._read_into(target)
+            return self._read_into(target, 0)
         values = self.values()
         with torch.no_grad():
             target.copy_(values)
         return None
+
+    def copy_part(self, first: int, target: torch.Tensor) -> None:
+        """Copy elements [first, first + numel) in the order of a contiguous tensor to ``target``, (numel,); blocks."""
+        if self._read_into is None:
+            target.copy_(self.values().reshape(-1)[first : first + target.numel()])
+        else:
+            part = target if target.dtype == self.dtype else torch.empty(target.shape, dtype=self.dtype, device="cpu")
+            self._read_into(part, first)()
+            if part is not target:
+                target.copy_(part)
 
     def values(self) -> torch.Tensor:
         """Return the values, an ordinary tensor in DRAM of these looks; blocks where they are read."""
@@ -169,13 +180,16 @@ class DeferredFiles:
                 )
         return found
 
-    def _read_into(self, path: str, entry: HeaderEntry, target: torch.Tensor) -> Callable[[], None]:
-        """Start to fill ``target``, contiguous in DRAM and of the looks of ``entry``; return the call that waits."""
+    def _read_into(self, path: str, entry: HeaderEntry, target: torch.Tensor, first: int) -> Callable[[], None]:
+        """Start to fill ``target``, contiguous in DRAM and of the dtype of ``entry``, from element ``first`` on.
+
+        Returns the call that waits.
+        """
         if self._reader is None or self._reader.path != path:
             self.close()
             self._reader = FileReader(path)
         memory: Any = target.detach().reshape(-1).view(torch.uint8).numpy()
-        return self._reader.begin(entry.offset, memoryview(memory))
+        return self._reader.begin(entry.offset + first * target.element_size(), memoryview(memory))
 
     def close(self) -> None:
         """Close the file that is open. Idempotent."""
@@ -184,9 +198,9 @@ class DeferredFiles:
             reader.close()
 
 
-def _read(read_into: Callable[[torch.Tensor], Callable[[], None]], looks: torch.Tensor) -> torch.Tensor:
+def _read(read_into: Callable[[torch.Tensor, int], Callable[[], None]], looks: torch.Tensor) -> torch.Tensor:
     values = torch.empty(looks.shape, dtype=looks.dtype, device="cpu")
-    read_into(values)()
+    read_into(values, 0)()
     return values
 
 

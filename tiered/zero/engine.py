@@ -84,9 +84,7 @@ class Engine:
         guard_functorch()
 
     def __repr__(self) -> str:
-        return (
-            f"Engine({len(self.units)} units, {self.phase!r}, {self.open_units!r}, depth {len(self.calls.under_way)})"
-        )
+        return f"Engine({len(self.units)} units, {self.phase!r}, {self.open_units!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
@@ -117,13 +115,14 @@ class Engine:
             )
         if self.updates.is_busy or self.updates.failure is not None:
             self.updates.wait_for(unit)
-        in_backward = graph_task() != -1
-        self.gradients.rooms.opening = unit.gradients.key if in_backward else ""
+        use = "backward" if graph_task() != -1 else "forward" if self.calls.under_way else "open"
+        self.backward.before_gather(use) if unit.layout.world > 1 else None
+        self.gradients.rooms.opening = unit.gradients.key if use == "backward" else ""
         running, stays = list(filter(_NUM_OPS, self.plan.gathered)), self.calls.keep_until_backward()
         before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stays)
         for each in before:
             each.park()
-        return "backward" if in_backward else "forward" if self.calls.under_way else "open", after
+        return use, after
 
     def finish_update(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; raise the error of an update that failed."""
@@ -136,6 +135,7 @@ class Engine:
         self.open_units.opened(unit)
         for each in idle:
             each.park()
+        self.backward.gathered() if unit.layout.world > 1 else None
         self.ahead.opened(unit)
         room = [unit.gradients.key] if unit.is_in_backward and unit.gradients.nbytes else []
         self.schedule.use(*unit.keys, *room)
@@ -186,7 +186,7 @@ class Engine:
         self.phase.check_not_running("optimizer.step()")
         self.backward.micro_steps.warn()
         in_backward = self.phase.updates_in_backward
-        if in_backward and not self.phase.has_updated and self.gradients.are_there():
+        if self.backward.are_only_added(in_backward=in_backward):
             raise UsageError(
                 "optimizer.step() after backwards under tiered.accumulate only; expected one backward outside it, which"
                 " adds and updates"

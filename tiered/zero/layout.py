@@ -383,12 +383,13 @@ class Shares:
     """The division of a DRAM budget, in bytes; the sum is the budget.
 
     ``held``: kept for good. ``window``: read ahead of need, beside the unused bytes of other shares. ``gathered``: the
-    root and the unit that computes. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets and the
-    tile scratch. ``exchange``: over ranks, the shards that are gathered, and one whole gradient that is received.
-    ``activations``: saved by autograd, and the rest.
+    root and the unit that computes, or all. ``gradients``: theirs. ``update``: one unit more, its gradient, 3 buckets
+    and the tile scratch. ``exchange``: over ranks, the shards that are gathered, and one whole gradient that is
+    received. ``behind``: over ranks, one whole gradient more, which is exchanged while the next unit computes; 0 where
+    the budget has no room for it, and the backward waits. ``activations``: saved by autograd, and the rest.
 
     ``read_ahead`` is no share: the schedule may read so many bytes ahead of need, the window and the idle part of the
-    update's share.
+    update's share. ``stage``: see ``share_out``.
     """
 
     held: int
@@ -397,8 +398,10 @@ class Shares:
     gradients: int
     update: int
     exchange: int
+    behind: int
     activations: int
     read_ahead: int
+    stage: int
 
     @property
     def smallest(self) -> int:
@@ -411,7 +414,9 @@ class Shares:
         return self.window + self.activations
 
 
-def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, *, held: int | None = None) -> Shares:
+def share_out(
+    units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, *, held: int | None = None, stage: int = 3
+) -> Shares:
     """Divide ``budget_bytes`` for ``units``, the root unit first; ``held`` overrides how much is held for good.
 
     Reading ahead wants the next unit's parameters and 3 buckets. Writes in flight must find room beside them, or bytes
@@ -421,22 +426,27 @@ def share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, 
     """
     root, *others = units
     both = sorted(others, key=lambda unit: unit.nbytes + unit.gradient_nbytes, reverse=True)
-    gathered = root.nbytes + sum(unit.nbytes for unit in both[:1])
-    gradients = root.gradient_nbytes + sum(unit.gradient_nbytes for unit in both[:1])
+    is_over_ranks = root.world > 1
+    gathered = root.nbytes + sum(unit.nbytes for unit in (both if is_over_ranks and stage < 3 else both[:1]))
+    with_gradients = both if is_over_ranks and stage < 2 else both[:1]
+    gradients = root.gradient_nbytes + sum(unit.gradient_nbytes for unit in with_gradients)
     buckets = 3 * sizes.bucket
     update = sum(unit.shard_nbytes + unit.shard_gradient_nbytes for unit in both[1:2]) + buckets + sizes.scratch
-    exchange = 0
-    if root.world > 1:
+    exchange = behind = 0
+    spare = budget_bytes - gathered - gradients - update
+    if is_over_ranks:
         received = max(unit.gradient_nbytes for unit in units)
         exchange = received + root.shard_nbytes + sum(unit.shard_nbytes for unit in both[:1])
-    spare = budget_bytes - gathered - gradients - update - exchange
+        spare -= exchange
+        behind = received if spare >= received + buckets + (held or 0) else 0
+        spare -= behind
     parameters = max(unit.shard_nbytes for unit in units)
     largest_gradients = max(unit.shard_gradient_nbytes for unit in units)
     if held is None:
         held = max(0, spare - buckets)
     read_ahead = min(parameters + buckets, spare - held + max(largest_gradients, parameters))
     window = min(read_ahead, spare - held)
-    return Shares(held, window, gathered, gradients, update, exchange, spare - held - window, read_ahead)
+    return Shares(held, window, gathered, gradients, update, exchange, behind, spare - held - window, read_ahead, stage)
 
 
 # -- committed layout --------------------------------------------------------------------------------------------------

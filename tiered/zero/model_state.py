@@ -25,6 +25,7 @@ from tiered.zero.engine import Engine
 from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit_collectives import UnitCollectives
 from tiered.zero.state_dict_copies import memory_for_copies
 
 __all__ = ["ModelState", "ModelValues", "RandomState", "check_added", "hook_state_dicts", "opened", "refuse_missing"]
@@ -243,6 +244,7 @@ class RandomState:
 
 def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` copy and ``load_state_dict`` write parameters, of the model and of each of its modules."""
+    comm = engine.units[0].comm
 
     def begin_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         calls, memory = engine.phase.state_dicts, None
@@ -257,6 +259,9 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
         engine.phase.state_dicts.leave()
         if not engine.phase.state_dicts.num_calls:
             engine.open_units.park_all()
+            if isinstance(comm, UnitCollectives):  # each rank has buffers of its own, such as those of batch norm
+                names = [name for name in (f"{prefix}{own}" for own in _persistent_names(module)) if name in state]
+                state.update(zip(names, comm.of_first([state[name] for name in names]), strict=True))
 
     def begin_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):

@@ -16,8 +16,8 @@ __all__ = ["DistributedLater", "refuse_distributed", "refuse_ranks"]
 
 
 def refuse_ranks(store: Store) -> None:
-    """Raise UsageError where this process is one of several ranks, unless ``store`` was told that it is private."""
-    if store.process_group is False:
+    """Raise UsageError where this process is one of several ranks and ``store`` knows of none and was not told so."""
+    if store.process_group is False or store.ranks is not None:
         return
     told = os.environ.get("WORLD_SIZE", "").strip()
     what, number = f"WORLD_SIZE={told} in the environment", int(told) if told.isdecimal() else 1
@@ -26,9 +26,10 @@ def refuse_ranks(store: Store) -> None:
         what, number = (f"a process group of {size} ranks", size) if size > number else (what, number)
     if number > 1:
         raise UsageError(
-            f"tiered.shard with {what}: ranks come with a later release, and each process would train a model of its"
-            " own here; expected one process, or tiered.Store(..., process_group=False) for models that are to differ"
-            " or that DistributedDataParallel, made before tiered.shard, keeps alike"
+            f"tiered.shard with {what}, into a store that was opened for one process: each would train a model of its"
+            " own; expected torch.distributed.init_process_group() before tiered.Store(..., durable=False), or"
+            " tiered.Store(..., process_group=False) for models that are to differ or that DistributedDataParallel,"
+            " made before tiered.shard, keeps alike"
         )
 
 

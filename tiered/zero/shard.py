@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch.utils import swap_tensors
 from tiered.bytes.host_tensor import address_of
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import StepAbandonedError, UsageError
+from tiered.ranks.comm import NullComm
+from tiered.ranks.ranks import Ranks, phase
 from tiered.store.generations.registry import taking_apart
 from tiered.store.residency.residency import Residency
 from tiered.store.store import Store
@@ -44,10 +47,11 @@ from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, write_ma
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.tensor_without_bytes import placeholder
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit_collectives import UnitCollectives
 from tiered.zero.step import in_graph_task
 from tiered.zero.weights import Weights, find_in_place
 
-__all__ = ["eager", "prepare_for", "returning", "shard", "stay_eager"]
+__all__ = ["accumulating", "eager", "prepare_for", "returning", "shard", "stay_eager"]
 
 
 _log = logging.getLogger("tiered")
@@ -199,10 +203,10 @@ def shard(
     how much of the budget keeps bytes in DRAM for good: "auto", 0, or a size such as "2GiB". ``activations``: the
     treatment of the tensors that autograd saves in each unit, "keep" (in ordinary memory), "recompute" (torch's
     non-reentrant checkpoint: batch norm's statistics are updated twice), "swap" (through the store) or "auto"; a word
-    for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``. ``stage`` is 1, 2 or
-    3; on one rank they are the same. ``device``: where the model computes, "auto" for the accelerator if there is one;
-    parameters are there a few units at a time, within the store's ``device_memory``. ``update_on``: where the optimizer
-    computes, "cpu", "device", or "auto" for what is measured to be shorter; a resumed run keeps it.
+    for all, a mapping from unit names, or a function (name, module) -> word; see ``Activations``. ``stage``: over ranks
+    3 gathers a unit for each use, 2 keeps it until its update, 1 keeps the gradients of ``no_sync`` in DRAM, too; on
+    one rank they are the same. ``device``: where the model computes, "auto" for the accelerator if there is one, a few
+    units at a time. ``update_on``: where the optimizer does: "cpu", "device", "auto" (the shorter). A resume keeps it.
 
     A store that already holds this model is adopted as it is: its values stay, a model built on the meta device needs
     no ``weights``, and ``store.resume()`` must come before the first forward. Parameters keep their objects, names,
@@ -211,31 +215,68 @@ def shard(
     Raises CapacityError for a budget that is too small (with the smallest one that works) or too little device space,
     UsageError for a store that holds another model (with the differences), TypeError for parameters it cannot keep.
     """
-    _check(model, store, stage=stage, param_dtype=param_dtype)
-    tier = tier_of(named_device(device, store.device_memory), store)
-    check_update_on(update_on, tier)
-    committed = store.registered_state("tiered.model") if store.durable else None
-    source = Weights(model, weights, is_committed=committed is not None)
-    modules = divide_into_units(model, unit)
-    words = words_of(activations, {"root": model, **modules})
-    units = _make_units(model, modules, store, param_dtype, tier)
-    if committed is not None:
-        _adopt(store, model, units, committed)
-    shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values())
-    layouts, updates = [unit.layout for unit in units], update_on != "cpu"
-    check_memory(tier, layouts, store.device_memory, updates=updates)
-    masters = _fill(store, units, source, adopt=committed is not None)
-    give_memory(tier, layouts, store.device_memory, updates=updates)  # order: once the values have left the device
-    move_buffers(model, tier.device)
-    engine = Engine(store, model, units, shares=shares, masters=masters)
-    engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
-    engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
-    engine.activations.set_words(words, shares.activations)
-    _hook(model, modules, units, engine)
-    _register(store, model, engine)
-    number, held = sum(len(unit.segments) for unit in units), format_bytes(shares.held)
-    _log.info("sharded %d parameters into %d units, %s held in DRAM", number, len(units), held)
+    with phase(_ranks_of(model, store), "tiered.shard"):
+        _check(model, store, stage=stage, param_dtype=param_dtype)
+        tier = _tier_for(store, device, update_on)
+        committed = store.registered_state("tiered.model") if store.durable else None
+        source = Weights(model, weights, is_committed=committed is not None)
+        modules = divide_into_units(model, unit)
+        words = words_of(activations, {"root": model, **modules})
+        units = _make_units(model, modules, store, param_dtype, tier)
+        if committed is not None:
+            _adopt(store, model, units, committed)
+        shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values(), stage=stage)
+        memory = tier, [unit.layout for unit in units], store.device_memory
+        check_memory(*memory, updates=update_on != "cpu")
+    _check_equal(store.ranks, units, source, [str(shares), f"activations {words}"])
+    with phase(store.ranks, "tiered.shard: values"):
+        masters = _fill(store, units, source, adopt=committed is not None)
+        give_memory(*memory, updates=update_on != "cpu")  # order: once the values have left the device
+        move_buffers(model, tier.device)
+        engine = Engine(store, model, units, shares=shares, masters=masters)
+        engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
+        engine.layouts.update_on, engine.layouts.hold_is_auto = update_on, hold == "auto"
+        engine.activations.set_words(words, shares.activations)
+        _hook(model, modules, units, engine)
+        _register(store, model, engine)
+    number = sum(len(unit.segments) for unit in units)
+    _log.info("sharded %d parameters into %d units, %s held in DRAM", number, len(units), format_bytes(shares.held))
     return model
+
+
+def _tier_for(store: Store, device: str | torch.device, update_on: str) -> ComputeTier:
+    """Return the memory in which the model computes. Raises UsageError for what does not work there."""
+    tier = tier_of(named_device(device, store.device_memory), store)
+    if store.ranks is not None and not tier.computes_in_dram:
+        raise UsageError(
+            f"tiered.shard over ranks on {tier.device}: it comes with a later release; expected device='cpu', or one"
+            " rank"
+        )
+    check_update_on(update_on, tier)
+    return tier
+
+
+def _give_threads(ranks: Ranks) -> None:
+    """Have torch use this rank's part of the cores: torchrun has set OMP_NUM_THREADS=1 where the user has set none."""
+    num = len(os.sched_getaffinity(0)) // ranks.local_world
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1" and num > 1:
+        torch.set_num_threads(num)
+        _log.info("%d threads for updates: torchrun's OMP_NUM_THREADS=1 is for one; set another to keep it", num)
+
+
+def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, others: Sequence[str]) -> None:
+    """Raise UsageError unless all ranks have the same parameters, with the same values, and ``others``."""
+    if ranks is None:
+        return
+    _give_threads(ranks)
+    lines = [
+        f"parameter {segment.name} of unit {unit.name!r}, {segment.spec}, {source.digest(segment)}"
+        for unit in units
+        for segment in unit.segments
+    ]
+    source.close()
+    advice = "the same model with the same values on all ranks: torch.manual_seed(0) before it is built, or weights="
+    ranks.check_equal("tiered.shard", [*lines, *others], advice)
 
 
 def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dict[str, Any]) -> None:
@@ -260,23 +301,27 @@ def _register(store: Store, model: nn.Module, engine: Engine) -> None:
         store.register("tiered.random", RandomState())
 
 
-def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swaps: bool) -> Shares:
+def _shares_of(units: Sequence[Unit], budget_bytes: int, hold: str | int, *, swaps: bool, stage: int) -> Shares:
     """Return the shares of the budget; ``swaps``: activations go to the store, too."""
     layouts = [unit.layout for unit in units]
-    shares = share_out_as_asked(layouts, budget_bytes, hold)
+    shares = share_out_as_asked(layouts, budget_bytes, hold, stage=stage)
     if hold == "auto" and swaps:  # a byte of activations saves more than one of optimizer state
-        shares = share_out_as_asked(
-            layouts, budget_bytes, min(shares.held, sum(unit.layout.shard_nbytes for unit in units))
-        )
+        held = min(shares.held, sum(unit.layout.shard_nbytes for unit in units))
+        shares = share_out_as_asked(layouts, budget_bytes, held, stage=stage)
     return shares
 
 
-def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
-    """Raise for arguments that ``shard`` cannot take, and for a model or a store that was sharded before."""
+def _ranks_of(model: Any, store: Any) -> Ranks | None:
+    """Return the ranks of ``store``. Raises TypeError for what is no model, or no store."""
     if not isinstance(model, nn.Module) or not isinstance(store, Store):
         raise TypeError(
             f"tiered.shard({type(model).__name__}, {type(store).__name__}); expected a Module and a tiered.Store"
         )
+    return store.ranks
+
+
+def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
+    """Raise for arguments that ``shard`` cannot take, and for a model or a store that was sharded before."""
     refuse_ranks(store)
     if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
@@ -312,7 +357,8 @@ def _make_units(
         raise UsageError("tiered.shard of a model without parameters; expected at least one")
     _refuse_shared_memory([segment for segments in members.values() for segment in segments])
     named = {name: segments for name, segments in members.items() if segments or not name}
-    return [Unit(name or "root", segments, store.working_set, tier) for name, segments in named.items()]
+    comm = NullComm() if store.ranks is None else UnitCollectives(store.ranks, store.working_set)
+    return [Unit(name or "root", segments, store.working_set, tier, comm) for name, segments in named.items()]
 
 
 def _refuse_shared_memory(segments: Sequence[Segment]) -> None:
@@ -405,7 +451,9 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
 
 
 def _copy_master(source: Weights, segment: Segment, out: torch.Tensor) -> None:
-    source.copy(segment, out.as_strided(segment.shape, segment.strides))
+    wait = source.begin_copy_piece(segment, out)
+    if wait is not None:
+        wait()
 
 
 def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[str]) -> None:
@@ -421,10 +469,11 @@ def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[
                 leases.callback(lease.release)
                 end = 0
                 for segment in unit.segments:  # those of a span are in the order of their places
-                    if segment.span == number:
-                        lease.tensor[end : segment.offset].zero_()
-                        end = segment.offset + segment.nbytes
-                        wait = source.begin_copy(segment, segment.view(lease.tensor))
+                    if segment.span == number and segment.stretch:
+                        piece = segment.piece(lease.tensor)
+                        lease.tensor[end : segment.shard_offset].zero_()
+                        end = segment.shard_offset + piece.nbytes
+                        wait = source.begin_copy_piece(segment, piece)
                         waits += [] if wait is None else [wait]
                 lease.tensor[end:].zero_()
             for wait in waits:
@@ -458,6 +507,8 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
     unit_of = {module: by_name[name] for name, module in modules.items() if name in by_name}
     unit_of[model] = by_name["root"]
     vars(model)["_is_accelerate_prepared"] = True  # accelerate's word: its prepare() leaves the model as it is
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = functools.partial(accumulating, engine)  # accelerate's, FSDP's and DDP's word
     for module in model.modules():
         vars(module)["_ddp_params_and_buffers_to_ignore"] = DistributedLater()  # DistributedDataParallel's word
         vars(module)["__deepcopy__"] = functools.partial(_copied, module)
@@ -473,6 +524,17 @@ def _hook(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]
             engine.activations.wrap(unit, module)
     for segment in (segment for unit in units for segment in unit.segments):
         engine.backward.watch(segment.parameter)
+
+
+@contextmanager
+def accumulating(engine: Engine) -> Iterator[None]:
+    """A block in which backwards only add to the gradients: they update nothing, and exchange nothing with ranks."""
+    engine.phase.num_accumulating += 1
+    try:
+        yield
+    finally:
+        engine.backward.settle()
+        engine.phase.num_accumulating = max(0, engine.phase.num_accumulating - 1)  # a rollback has ended all
 
 
 def _wrap_methods(module: nn.Module, engine: Engine, unit: Unit | None) -> None:

@@ -198,7 +198,9 @@ class Phase:
         return "store.rollback() to go on" if self.is_durable else "start again in a new store"
 
     def abandon(self, reason: str) -> None:
-        """Mark the step as left half done; the first reason stays."""
+        """Mark the step as left half done; the first reason stays. Other ranks hear of it."""
+        if self._store.ranks is not None and not self.abandoned:
+            self._store.ranks.comm_thread.abandon(reason)
         self.abandoned = self.abandoned or reason
 
     def conclude(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
@@ -12,6 +12,7 @@ from tiered.units import format_bytes
 from tiered.zero.engine import Engine
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit, digest
+from tiered.zero.shard import accumulating
 
 __all__ = ["accumulate", "unsharded"]
 
@@ -59,19 +60,13 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             engine.masters.set_master(segment, None)
 
 
-@contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """A backward inside this block only adds to the gradients; the first backward outside adds and updates.
+def accumulate(model: nn.Module) -> AbstractContextManager[None]:
+    """A backward inside this block only adds to the gradients; the first one outside adds, and exchanges or updates.
 
-    For ``update="backward"``; under ``update="step"`` every backward only adds, and the block changes nothing.
+    On one rank under ``update="step"`` every backward only adds, and the block changes nothing. Over several ranks the
+    gradients of the block are added up on each, and exchanged once. ``model.no_sync()`` is the same.
     """
-    engine = _engine_of(_units_of(model))
-    engine.phase.num_accumulating += 1
-    try:
-        yield
-    finally:
-        engine.backward.settle()
-        engine.phase.num_accumulating = max(0, engine.phase.num_accumulating - 1)  # a rollback has ended all
+    return accumulating(_engine_of(_units_of(model)))
 
 
 def _units_of(module: nn.Module) -> list[Unit]:

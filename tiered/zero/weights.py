@@ -28,7 +28,7 @@ from tiered.store.store import Store
 from tiered.units import format_bytes
 from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
 from tiered.zero.parameters.parameter import TieredParameter
-from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit import Segment, Unit, digest
 
 __all__ = ["Weights", "find_in_place"]
 
@@ -82,11 +82,35 @@ class Weights:
     def place(self, segment: Segment) -> tuple[str, str] | None:
         """Return the file that has the values of ``segment`` as they lie in memory, and their name there; else None."""
         values = self._values.get(segment.name)
-        if segment.strides != torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride():
-            return None
-        return values.place if isinstance(values, DeferredTensor) else None
+        return values.place if isinstance(values, DeferredTensor) and _is_in_order(segment) else None
 
-    def begin_copy(self, segment: Segment, out: torch.Tensor) -> Callable[[], None] | None:
+    def begin_copy_piece(self, segment: Segment, out: torch.Tensor) -> Callable[[], None] | None:
+        """Start to copy the values of ``segment.stretch`` to ``out``, (len(stretch),) in memory order, of any dtype.
+
+        Returns the call that waits, if any. Of a file no more is read.
+        """
+        if len(segment.stretch) == segment.numel:
+            return self._begin_copy(segment, out.as_strided(segment.shape, segment.strides))
+        first, values = segment.stretch.start, self._values.get(segment.name)
+        if isinstance(values, DeferredTensor) and _is_in_order(segment):
+            values.copy_part(first, out)
+        else:
+            whole = torch.empty_strided(segment.shape, segment.strides, dtype=out.dtype, device="cpu")
+            self.copy(segment, whole)
+            out.copy_(whole.as_strided((segment.numel,), (1,))[first : segment.stretch.stop])
+        return None
+
+    def digest(self, segment: Segment) -> str:
+        """Return a digest of the values of ``segment``'s parameter, in words; of those in a file their looks."""
+        value = self._values.get(segment.name)
+        if isinstance(value, DeferredTensor):
+            return f"{value.dtype} in a file"
+        looks = value if isinstance(value, torch.Tensor) else segment.parameter
+        copied = torch.empty(segment.shape, dtype=looks.dtype, device="cpu")
+        self.copy(segment, copied)
+        return f"{copied.dtype} with the digest {digest(copied.view(-1)):016x}"
+
+    def _begin_copy(self, segment: Segment, out: torch.Tensor) -> Callable[[], None] | None:
         """Start to copy the values of ``segment``'s parameter to ``out``; return the call that waits, if any."""
         values = self._values.get(segment.name)
         if isinstance(values, DeferredTensor):
@@ -182,6 +206,11 @@ class Weights:
                 module._parameters[name] = replaced[id(parameter)]
 
 
+def _is_in_order(segment: Segment) -> bool:
+    """Return whether the values lie in memory as those of a contiguous tensor do."""
+    return segment.strides == torch.empty(segment.shape, dtype=segment.dtype, device="meta").stride()
+
+
 def _blank(parameter: nn.Parameter) -> torch.Tensor:
     """Return an empty tensor like ``parameter`` that takes no memory, or none until it is touched."""
     if parameter.numel() > 1 and parameter.is_contiguous():
@@ -258,11 +287,14 @@ def find_in_place(store: Store, units: Sequence[Unit], source: Weights) -> dict[
             if span.trainable or not segments:
                 continue
             ranges = _ranges(store, segments, source)
+            if not isinstance(ranges, str):
+                start = unit.comm.rank * span.shard_nbytes
+                ranges = _cut(ranges, start, start + span.shard_nbytes) or "parameters of other ranks alone"
             if isinstance(ranges, str):
                 left.append(ranges)
-                copied += span.nbytes
+                copied += span.shard_nbytes
             else:
-                found[span.key] = (Spec(torch.uint8, (span.nbytes,)), ranges)
+                found[span.key] = (Spec(torch.uint8, (span.shard_nbytes,)), ranges)
     if found or left:
         others = f"; {format_bytes(copied)} are copied, such as those with {left[0]}" if left else ""
         nbytes = sum(spec.nbytes for spec, _ in found.values())
@@ -288,3 +320,13 @@ def _ranges(store: Store, segments: Sequence[Segment], source: Weights) -> list[
         if segment.nbytes:
             ranges.append(ExternalRange(segment.offset, file, entry.offset, entry.nbytes))
     return sorted(ranges) or "parameters without elements"
+
+
+def _cut(ranges: Sequence[ExternalRange], start: int, stop: int) -> list[ExternalRange]:
+    """Return the parts of ``ranges`` within bytes [start, stop), which count from there."""
+    found = []
+    for each in ranges:
+        first, last = max(each.start, start), min(each.start + each.nbytes, stop)
+        if first < last:
+            found.append(ExternalRange(first - start, each.file, each.offset + first - each.start, last - first))
+    return found

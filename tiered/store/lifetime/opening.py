@@ -20,6 +20,7 @@ from tiered.bytes.device.memory import MemoryDevice, MemoryDisk
 from tiered.bytes.free_memory import free_memory, memory_size
 from tiered.bytes.pinned_arena import NoRegistrar, PinnedArena, registrar_for
 from tiered.errors import CapacityError, TieredError, UsageError
+from tiered.ranks.ranks import Ranks
 from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
@@ -55,6 +56,7 @@ class Parts:
     confirmation: Confirmation = field(default_factory=Alone)  # of generations, at open and in commits
     ledgers: Ledgers = field(default_factory=Ledgers)
     external: ExternalSources = field(default_factory=lambda: ExternalSources((), "auto"))
+    ranks: Ranks | None = None
 
     def check_locks(self) -> None:
         """Raise DeviceError where a file that keeps other writers away has lost its name."""
@@ -68,6 +70,8 @@ class Parts:
         stay, all else is closed, and this may be called again.
         """
         failure: Exception | None = None
+        if self.ranks is not None:  # order: they may still write into the arena's buffers
+            self.ranks.end(self.arena)
         ends = [*(device.close for device in self.devices), self.external.close]
         if self.catalog is not None:
             ends.append(self.catalog.close)

@@ -42,13 +42,13 @@ def work_sizes(units: Sequence[UnitLayout]) -> WorkSizes:
     return WorkSizes(whole_pages(max(buckets, default=0)), whole_pages(TileScratch.nbytes(tile_numel)))
 
 
-def share_out_as_asked(units: Sequence[UnitLayout], budget_bytes: int, hold: str | int) -> Shares:
-    """Return the shares of ``budget_bytes`` with ``hold`` ("auto", or a size) held for good.
+def share_out_as_asked(units: Sequence[UnitLayout], budget_bytes: int, hold: str | int, *, stage: int = 3) -> Shares:
+    """Return the shares of ``budget_bytes`` with ``hold`` ("auto", or a size) held for good, see ``share_out``.
 
     Raises CapacityError for a budget below the smallest one, which the message names, or a ``hold`` beyond it.
     """
     sizes = work_sizes(units)
-    shares = _share_out(units, sizes, budget_bytes)
+    shares = _share_out(units, sizes, budget_bytes, stage)
     smallest = shares.smallest
     if hold == "auto":
         return shares
@@ -58,7 +58,7 @@ def share_out_as_asked(units: Sequence[UnitLayout], budget_bytes: int, hold: str
             f"hold={format_bytes(held)} leaves too little to work with; expected at most"
             f' {format_bytes(budget_bytes - smallest)} of this budget: give the store a larger dram=, or hold="auto"'
         )
-    return share_out(units, sizes, budget_bytes, held=held)
+    return share_out(units, sizes, budget_bytes, held=held, stage=stage)
 
 
 def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shares, *, gradients_wait: bool) -> Shares:
@@ -68,17 +68,24 @@ def share_out_again(units: Sequence[UnitLayout], budget_bytes: int, before: Shar
     these saves a read and a write, one of state that each step commits a read.
     """
     sizes = work_sizes(units)
-    most = _share_out(units, sizes, budget_bytes)
+    most = _share_out(units, sizes, budget_bytes, before.stage)
     held = min(before.held, budget_bytes - most.smallest)
     if gradients_wait:
         waiting = sum(unit.shard_gradient_nbytes for unit in units) - most.gradients // units[0].world
         held = min(held, max(most.held - waiting, sum(unit.shard_nbytes for unit in units)))
-    return share_out(units, sizes, budget_bytes, held=held)
+    return share_out(units, sizes, budget_bytes, held=held, stage=before.stage)
 
 
-def _share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int) -> Shares:
-    shares = share_out(units, sizes, budget_bytes)
+def _share_out(units: Sequence[UnitLayout], sizes: WorkSizes, budget_bytes: int, stage: int) -> Shares:
+    shares = share_out(units, sizes, budget_bytes, stage=stage)
     smallest = shares.smallest
+    if budget_bytes < smallest and stage < 3 and units[0].world > 1:
+        raise CapacityError(
+            f"DRAM budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small for stage={stage}, which"
+            f" keeps all parameters gathered{' and their gradients' * (stage == 1)}; the smallest working budget is"
+            f" {smallest} bytes ({format_bytes(smallest)}) for each rank. Give dram= at least that for each rank of the"
+            " machine, or stage=3"
+        )
     if budget_bytes < smallest:
         raise CapacityError(
             f"DRAM budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small for this model; the smallest"

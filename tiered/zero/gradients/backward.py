@@ -7,8 +7,10 @@ devices torch's function that runs a backward is replaced, from their ``shard`` 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,13 +20,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
-from tiered.errors import UsageError
+from tiered.errors import DeviceError, StepAbandonedError, UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
+from tiered.tiers.compute_tier import GradientBuffer
 from tiered.units import format_bytes
+from tiered.zero.gradients.exchange import spans_of
 from tiered.zero.parameters.module_calls import EngineParts, num_on_stack
-from tiered.zero.parameters.parameter import without_dispatch
+from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit_collectives import Exchange, UnitCollectives
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
 
 __all__ = ["Backward"]
@@ -86,6 +91,9 @@ class Backward:
         self._watched: set[Segment] = set()
         self._has_graphs = False  # of gradients; a gradient that lies in a buffer can keep none
         self._why = ""  # this backward failed, where it is known
+        comm = engine.units[0].comm
+        self._collectives = comm if isinstance(comm, UnitCollectives) else None  # over several ranks
+        self._exchange: tuple[Unit, Exchange, GradientBuffer] | None = None  # under way
         self.micro_steps = _MicroSteps(engine.working_set.recorder)
         if self._tier.device.type != "cpu":
             _report_failures_to(self)
@@ -158,6 +166,7 @@ class Backward:
         """Forget everything."""
         self._tasks.clear()
         self._waiting.clear()
+        self._drop_exchange()
         self._is_running = self._has_graphs = self._is_harmful = False
         self._why = ""
         self._clear_accumulated()
@@ -201,12 +210,134 @@ class Backward:
             del gradient
             unit.gradients.adopt(segment)
             segment.accumulated = True
+            if self._collectives is not None:
+                self._waiting |= {unit: None} if self._is_exchanging() else {}
+                return
             if not self._phase.updates_in_backward or not self._is_updating():
                 return
             self._waiting[unit] = None
             for candidate in list(self._waiting):
                 if self._is_final(candidate):
                     self._update(candidate)
+
+    # -- over several ranks --------------------------------------------------------------------------------------
+
+    def _is_exchanging(self) -> bool:
+        return not self._phase.num_accumulating and not self._has_graphs
+
+    def before_gather(self, use: str) -> None:
+        """A unit is about to be gathered for ``use``; in a backward, say which units' gradients are final on this rank.
+
+        All ranks gather the same units in the same order, so these are the places where they find out together.
+        """
+        if self._collectives is None:
+            return
+        self._collectives.use = use if torch.is_grad_enabled() else f"{use} without gradients"
+        if use == "backward":
+            self._finish_exchange()
+            self._collectives.payload = self._bits_of(lambda unit: unit in self._waiting and self._is_final(unit))
+
+    def entered(self, use: str) -> None:
+        """A unit that stayed gathered is used for something else now: in a backward, the ranks find out here, too."""
+        if self._collectives is not None and use == "backward":
+            self.before_gather(use)
+            self._collectives.tell("the backward of a unit")
+            self.gathered()
+
+    def gathered(self) -> None:
+        """A unit was gathered: in a backward, the gradients that are final on all ranks are exchanged."""
+        if self._collectives is not None and self._collectives.told:
+            for unit in self._named(operator.and_):
+                self._begin_exchange(unit)
+
+    def _named(self, join: Callable[[int, int], int]) -> list[Unit]:
+        """Return the units whose bits, as all ranks have told them, are set when joined, in a backward's order."""
+        assert self._collectives is not None
+        told, self._collectives.told = self._collectives.told, ()
+        bits = functools.reduce(join, [int.from_bytes(each, "little") for each in told])
+        return [unit for n, unit in reversed(list(enumerate(self._units))) if bits >> n & 1]
+
+    def _begin_exchange(self, unit: Unit) -> None:
+        """Send the whole gradients of ``unit`` to the ranks whose shards they belong to."""
+        assert self._collectives is not None
+        self._finish_exchange()
+        self._waiting.pop(unit, None)
+        if self._phase.updates_in_backward:
+            self._phase.done.add(unit)
+        buffer, mask = unit.gradients.give()
+        exchange = self._collectives.exchange(unit.name, buffer, spans_of(buffer.tensor, unit.layout), payload=mask)
+        self._exchange = unit, exchange, buffer
+        if not unit.engine.layouts.shares.behind:
+            self._finish_exchange()
+
+    def _finish_exchange(self) -> None:
+        """Wait for the exchange that is under way, if one is; its sum becomes the shard's gradient, or an update's."""
+        if self._exchange is None:
+            return
+        unit, exchange, buffer = self._exchange
+        masks = exchange.wait()
+        self._exchange = None
+        buffer.discard()
+        unit.gradients.shared(exchange.received, masks)
+        exchange.end()
+        if self._phase.updates_in_backward:
+            self.submit(unit)
+
+    def _drop_exchange(self) -> None:
+        """Forget the exchange that is under way; blocks until it is over. Where it has failed its buffers are lost."""
+        if self._exchange is not None:
+            (_, exchange, buffer), self._exchange = self._exchange, None
+            with contextlib.suppress(DeviceError, StepAbandonedError):
+                exchange.wait()
+                exchange.end()
+                buffer.discard()
+
+    def _exchange_rest(self) -> None:
+        """A backward ends: exchange the gradients of all units that have some, on any rank, and were not exchanged."""
+        assert self._collectives is not None
+        self._refuse_plain()
+        self._finish_exchange()
+        self._collectives.payload = self._bits_of(lambda unit: unit.gradients.are_whole)
+        self._collectives.tell("the end of a backward")
+        for unit in self._named(operator.or_):
+            self._begin_exchange(unit)
+        self._finish_exchange()
+        if not self._phase.updates_in_backward:
+            self._tell_norms(self._collectives)
+
+    def are_only_added(self, *, in_backward: bool) -> bool:
+        """Return whether there are gradients that no backward outside ``tiered.accumulate`` has used yet."""
+        if self._collectives is not None:
+            return any(unit.gradients.are_there() and unit.gradients.are_whole for unit in self._units)
+        return in_backward and not self._phase.has_updated and any(unit.gradients.are_there() for unit in self._units)
+
+    def _refuse_plain(self) -> None:
+        """Raise UsageError for a gradient of a parameter that the model has beside the sharded ones."""
+        model = self._units[0].engine.model()
+        for name, parameter in () if model is None else model.named_parameters():
+            if not isinstance(parameter, TieredParameter) and parameter.grad is not None:
+                raise UsageError(
+                    f"parameter {name} is trained beside the sharded ones, and each rank would have another value;"
+                    " expected it in the model before tiered.shard"
+                )
+
+    def _tell_norms(self, collectives: UnitCollectives) -> None:
+        """Tell all ranks the norms of this one's pieces: whoever asks for a gradient's norm knows it then."""
+        shards = [unit.gradients.shard for unit in self._units]
+        own = [shard.own_norms(segment) for shard in shards for segment in shard.unit.segments]
+        every = collectives.numbers("the norms of a backward", torch.tensor(own, dtype=torch.float64, device="cpu"))
+        columns = iter(every.unbind(1))
+        for shard in shards:
+            for segment in shard.unit.segments:
+                norms = next(columns)  # (world, 2)
+                if segment in shard.segments:
+                    shard.norms[segment] = norms.T
+
+    def _bits_of(self, is_one: Callable[[Unit], bool]) -> bytes:
+        bits = sum(1 << number for number, unit in enumerate(self._units) if is_one(unit))
+        return bits.to_bytes(-(-len(self._units) // 8), "little")
+
+    # -- finality ------------------------------------------------------------------------------------------------
 
     def _is_final(self, unit: Unit) -> bool:
         """Return whether no more gradient can come for ``unit`` and no saved tensor needs its present bytes any more.
@@ -243,10 +374,12 @@ class Backward:
             self._phase.is_between = False
             if self._has_graphs:
                 self._refuse_graphs()
+            if self._collectives is not None and self._is_exchanging():
+                self._exchange_rest()
             if self._is_updating():
                 try:
                     for unit in self._units:
-                        if unit.gradients.are_any:
+                        if unit.gradients.are_whole:
                             self._update(unit)
                 except BaseException as error:
                     if self._phase.has_begun:
@@ -256,7 +389,8 @@ class Backward:
                 self._phase.done.clear()
             self._waiting.clear()
             self.forget_touches()
-            self._open_units.park_all()
+            if self._collectives is None or self._units[0].engine.layouts.shares.stage == 3:
+                self._open_units.park_all()
 
     def _refuse_graphs(self) -> None:
         """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""

@@ -7,6 +7,7 @@ the shares of the budget. Updates is what the rooms below the optimizer see of t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -41,6 +42,7 @@ class ModelGradients:
         """``units``: in the order in which their gradients are read."""
         self.gathered_bytes = 0  # the share of the units that compute
         self.update_bytes = 0  # of the update's share
+        self.keep_whole = False  # gradients that were not exchanged yet are not stored away
         self.ahead_bytes = 0  # of the units that a compute device is to have room for beside gradients
         self._units = units
         self._open_units = open_units
@@ -51,6 +53,7 @@ class ModelGradients:
         self.place = UpdatePlace(self._tier, self._working_set)  # of updates
         self.spares: dict[Unit, None] = {}  # units that have an empty buffer for gradients beside it
         self._open: dict[Unit, None] = {}
+        self._open_shards: dict[Idle, None] = {}  # over ranks: the sums of exchanged gradients that are leased
         self.lent: tuple[Unit, GradientBuffer] | None = None  # leased for reading
         self._questions: dict[Hashable, Compute] = {}
         self._kept: dict[str, None] = {}  # keys of stored gradients that DRAM keeps
@@ -91,9 +94,21 @@ class ModelGradients:
         self._open.pop(unit, None)
         self.rooms.leased.discard(unit.gradients.key)
 
+    def opened_shard(self, shard: Idle) -> None:
+        """``shard``, the sum of exchanged gradients, is leased: it waits for its update, and may be stored away."""
+        self._open_shards[shard] = None
+        self.rooms.leased.add(shard.key)
+        self.rooms.filled.add(shard.key)
+
+    def closed_shard(self, shard: Idle) -> None:
+        """``shard`` is the working set's, an update's, or gone."""
+        self._open_shards.pop(shard, None)
+        self.rooms.leased.discard(shard.key)
+
     def forget(self) -> None:
         """In a forked child: forget all leases, for the bytes are the parent's."""
         self._open.clear()
+        self._open_shards.clear()
         self.spares.clear()
         self.lent = None
 
@@ -160,13 +175,15 @@ class ModelGradients:
             return
         idle = self._idle()
         while idle and not self.may_keep(nbytes):
-            idle.pop().gradients.store_away()
+            idle.pop().store_away()
 
     def make_room_for_updates(self) -> None:
         """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
         self.end_lent()
         if self._tier.computes_in_dram:  # else the share is of DRAM, which has none of them
-            largest = max((unit.gradients.nbytes for unit in self._open), default=0)
+            largest = max(
+                [*(unit.gradients.nbytes for unit in self._open), *(each.nbytes for each in self._open_shards), 0]
+            )
             self._shrink(self.update_bytes - largest)
 
     def _shrink(self, needed_bytes: int) -> None:
@@ -177,7 +194,7 @@ class ModelGradients:
             return
         idle = self._idle()
         while idle and share.left_bytes < needed_bytes:
-            idle.pop().gradients.store_away()
+            idle.pop().store_away()
 
     def may_keep(self, nbytes: int) -> bool:
         """Return whether the compute device keeps gradients: an update uses them there, and units have room beside.
@@ -219,24 +236,37 @@ class ModelGradients:
         """Store the idle gradients away that are used last, or with ``in_use`` any; return whether there were any."""
         if self.end_lent() or self.end_spares():
             return True
-        if any(unit.gradients.store_away() for unit in reversed(self._idle())):
+        if any(each.store_away() for each in reversed(self._idle())):
             return True
+        in_use = in_use and not self.keep_whole
         last_of_all = sorted(self._open, key=lambda unit: unit.gradients.num_accumulating) if in_use else []
         return any(unit.gradients.store_away() for unit in last_of_all)
 
-    def _idle(self) -> list[Unit]:
-        """Return the units whose leased gradients are not being added to, the one whose are used last at the end.
+    def _idle(self) -> list[Idle]:
+        """Return the leased gradients that are not being added to, those that are used last at the end.
 
-        The root is not among them: a backward adds to its gradients at its beginning and at its end.
+        The root's are not among them: a backward adds to them at its beginning and at its end.
         """
         used, opening = {self._root, *self._open_units.plan.lent}, self.rooms.opening
-        idle = [
-            unit
-            for unit in self._open
+        idle: list[Idle] = [
+            unit.gradients
+            for unit in ({} if self.keep_whole else self._open)
             if unit not in used
             and not (unit.gradients.num_accumulating or unit.is_in_backward or unit.gradients.key == opening)
         ]
-        return sorted(idle, key=lambda unit: self.schedule.distance(unit.gradients.key))
+        return sorted([*idle, *self._open_shards], key=lambda each: self.schedule.distance(each.key))
+
+
+class Idle(Protocol):
+    """Leased gradients of a unit that can be given to the working set."""
+
+    key: str
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def store_away(self) -> bool:
+        """Give the bytes to the working set; return whether there were any to give."""
 
 
 # -- taken gradients ---------------------------------------------------------------------------------------------------
@@ -265,7 +295,7 @@ class TakenGradients:
         kept: GradientBuffer | None,
     ) -> None:
         """``own``: autograd's tensors; ``lease``: of the key; ``kept``: the buffer that the update uses where it is."""
-        self.key, self.nbytes, self.is_over = unit.gradients.key, unit.gradient_nbytes, False
+        self.key, self.nbytes, self.is_over = unit.gradients.update_key, unit.layout.shard_gradient_nbytes, False
         self._working_set, self._tier, self._place = unit.working_set, unit.tier, place
         self._own, self._lease, self._kept = own, lease, kept
         self._tensor: torch.Tensor | None = None  # the leased bytes, where the update computes

@@ -71,7 +71,8 @@ class UnitLayouts:
     def _shares(self, layouts: Sequence[UnitLayout]) -> Shares:
         """Return the shares of the budget for ``layouts``."""
         wait = self.hold_is_auto and self._buckets is not None and not self._updates_in_backward
-        return share_out_again(layouts, self._store.working_set.budget_bytes, self.shares, gradients_wait=wait)
+        budget = self._store.working_set.budget_bytes
+        return share_out_again(layouts, budget, self.shares, gradients_wait=wait)
 
     def _hold(self) -> None:
         """Hold the keys that placement chooses for the present layouts, and no others."""
@@ -82,6 +83,8 @@ class UnitLayouts:
             del self.nbytes[key]
         self.nbytes |= parameters | {bucket.key: bucket.nbytes for bucket in buckets}
         self.rooms_nbytes = {unit.gradients.key: unit.gradients.nbytes for unit in self._units}
+        if self._units[0].world > 1:
+            self.rooms_nbytes |= {u.gradients.update_key: u.layout.shard_gradient_nbytes for u in self._units}
         state = {bucket.key: whole_pages(bucket.nbytes) for bucket in buckets}
         chosen = choose_held(parameters, state, self.shares.held)
         working_set.release_hold([key for key in self._held if working_set.has(key)])
@@ -93,6 +96,7 @@ class UnitLayouts:
         """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self._hold()
         gradients.gathered_bytes = self.shares.gathered
+        gradients.keep_whole = self.shares.stage == 1 and self._units[0].world > 1
         gradients.ahead_bytes = _NUM_AHEAD * max(unit.nbytes for unit in self._units)
         gradients.rooms.nbytes = self.rooms_nbytes
         scratch = work_sizes([unit.layout for unit in self._units]).scratch
@@ -115,12 +119,15 @@ class UnitLayouts:
         The other half is for what the caller's tensors keep. Units stay where all keys and gradients have room in DRAM.
         """
         layouts, tier = [unit.layout for unit in self._units], self._units[0].tier
+        if self.shares.stage < 3 and layouts[0].world > 1:
+            return len(layouts), True
         if isinstance(tier, AcceleratorTier):
             smallest = smallest_device_budget(layouts, updates=self.update_on != "cpu")
             num, spare = 2, tier.memory.budget_bytes - smallest
         else:
             num, spare = 1, self.shares.spare
             needed = [*map(whole_pages, self.nbytes.values()), *self.rooms_nbytes.values(), work_sizes(layouts).scratch]
+            needed += [layout.nbytes for layout in layouts if layout.world > 1]
             if self.are_held and sum(needed) <= self._store.working_set.budget_bytes:
                 return len(layouts), True
         for nbytes in sorted([layout.nbytes for layout in layouts[1:]], reverse=True)[num:]:
@@ -140,7 +147,7 @@ class UnitLayouts:
         handed_over: list[str] = []  # updates run while the unit after them in the backward does
         for unit in reversed(units) if in_backward else units:
             order += ([*unit.keys, unit.gradients.key] if in_backward else []) + handed_over
-            gradients = [] if in_backward else [unit.gradients.key]
+            gradients = [] if in_backward else [unit.gradients.update_key]
             handed_over = [*unit.trainable_keys, *gradients, *(bucket.key for bucket in buckets[unit])]
         return order + handed_over
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from tiered.errors import UsageError
 from tiered.zero.parameters.tensor_without_bytes import LAYOUT, METADATA, close, name_of, without_dispatch
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["Change", "Compute", "StandIn", "StoredGradient", "UsedGradient"]
+__all__ = ["Change", "Compute", "SharedGradient", "StandIn", "StoredGradient", "UsedGradient"]
 
 _MESSAGE = (
     "the values of a gradient that is on NVMe were touched past torch's dispatch; expected norms, finite checks and"
@@ -140,6 +140,55 @@ class StoredGradient(UsedGradient):
         """Apply ``change`` now where the values are leased, else when they are read."""
         segment = self.segment()
         segment.unit.gradients.change(segment, self, change)
+
+
+class SharedGradient(StoredGradient):
+    """The source of a stand-in whose gradient is summed over several ranks, in the shard of each.
+
+    A norm is that of the norms of the ranks' pieces. The 2-norm and the largest magnitude were told at the end of the
+    backward: each rank knows them by itself. All ranks ask for other norms together.
+    """
+
+    __slots__ = ()
+
+    where = "summed over the ranks, a piece on each"
+    advice = (
+        "norms, finite checks and scalings in place by numbers, as torch.nn.utils.clip_grad_norm_ and"
+        " torch.amp.GradScaler do"
+    )
+
+    def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
+        """Return ``compute(values)`` of a norm; raises UsageError for another question."""
+        segment = self.segment()
+        looks = torch.tensor([3.0, -4.0], dtype=segment.dtype, device="cpu")
+        like = compute(looks)
+        if like.dim() or not 4 <= like.item() <= 7:
+            raise UsageError(
+                f"parameter {self.name}: a question about its gradient, which is {self.where}; expected its norm of an"
+                " order from 1 on, as a number"
+            )
+        row = {5.0: 0, 4.0: 1}.get(like.item())
+        factor = _power_of_two(self.pending, looks.dtype)
+        shard = segment.unit.gradients.shard
+        norms = shard.norms.get(segment)
+        if question is not None and row is not None and factor and norms is not None:
+            return compute((norms[row] * factor).to(_accumulator(segment.dtype))).to(like.dtype)
+        return compute(shard.ask_all(segment, self, compute)).to(like.dtype)
+
+
+def _power_of_two(changes: Sequence[Change], dtype: torch.dtype) -> float:
+    """Return the power of two that ``changes`` multiply with; 0 where they do anything else."""
+    before = torch.tensor([1, -1, 3, 0, math.inf, -math.inf, math.nan], dtype=dtype, device="cpu")
+    after = before.clone()
+    for change in changes:
+        change(after)
+    factor = abs(after[0].item())
+    is_exact = factor and math.isfinite(factor) and math.frexp(factor)[0] == 0.5
+    return factor if is_exact and torch.equal((before * after[0]).nan_to_num(7), after.nan_to_num(7)) else 0.0
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class StandIn(torch.Tensor):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Iterator
+import functools
+import operator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from tiered.errors import UsageError
 from tiered.tiers.compute_tier import GradientBuffer
+from tiered.zero.gradients.exchange import ShardGradient
 from tiered.zero.gradients.model_gradients import ModelGradients, TakenGradients
-from tiered.zero.gradients.stand_in import Change, Compute, StandIn, StoredGradient, UsedGradient
+from tiered.zero.gradients.stand_in import Change, Compute, SharedGradient, StandIn, StoredGradient, UsedGradient
 from tiered.zero.parameters.tensor_without_bytes import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 
@@ -28,6 +31,9 @@ __all__ = ["GradientState", "UnitGradients"]
 # back to the system, so that the budget counts each byte once. optimizer.step() hands the gradients to an update;
 # under update="backward" the backward does, and .grad says so until the step concludes. The buffer's bytes are those
 # of one scratch key, made once for the run; an update drops used bytes unwritten. GradientState has the transitions.
+#
+# Over several ranks the buffer lasts until all of a backward's gradients of the unit have come. An exchange takes it,
+# and the sum of all ranks' stays in this rank's ShardGradient; each .grad says so until the step.
 
 
 class GradientState(enum.Enum):
@@ -38,6 +44,7 @@ class GradientState(enum.Enum):
     - NONE, TAKEN, OWN, STORED -> LEASED [_leased]; NONE, TAKEN -> OWN [_keep_as_own]
     - LEASED -> STORED [store_away]
     - LEASED, OWN, STORED -> TAKEN or USED [take], NONE [drop]
+    - NONE, LEASED, STORED, SHARED -> SHARED [give, shared]; SHARED -> NONE [recall], TAKEN or USED [take]
     - USED -> TAKEN, or NONE once the update has ended [drop], as the step concludes
     """
 
@@ -46,6 +53,7 @@ class GradientState(enum.Enum):
     OWN = "own"  # in tensors that autograd made, beside an empty buffer; .grad is such a tensor
     STORED = "stored"  # the working set's, in DRAM or on NVMe; .grad is a StandIn that answers norms
     TAKEN = "taken"  # an update's, until it ends; .grad is None
+    SHARED = "shared"  # summed over the ranks, in the shard of each; .grad is a StandIn that says so
     USED = "used"  # an update's in a backward, until it ends; .grad is a StandIn that says so
 
 
@@ -73,7 +81,7 @@ class UnitGradients:
 
     __slots__ = (
         "__weakref__", "_clipped", "_has_key", "_is_changed", "buffer", "factors", "key", "model", "num_accumulating",
-        "sources", "state", "taken", "unit", "working_set",
+        "shard", "sources", "state", "taken", "unit", "working_set",
     )  # fmt: skip
 
     def __init__(self, unit: Unit, model: ModelGradients) -> None:
@@ -82,6 +90,7 @@ class UnitGradients:
         self.working_set = unit.working_set
         self.state = GradientState.NONE
         self.key = f"model/gradient/{unit.name}"
+        self.shard = ShardGradient(unit) if unit.world > 1 else None
         self.buffer: GradientBuffer | None = None
         self.sources: dict[Segment, UsedGradient] = {}
         self.factors: dict[Segment, torch.Tensor] = {}
@@ -101,9 +110,19 @@ class UnitGradients:
         return self.unit.gradient_nbytes
 
     @property
+    def update_key(self) -> str:
+        """The scratch key that an update takes over."""
+        return self.key if self.shard is None else self.shard.key
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether there are gradients here that were not exchanged with other ranks."""
+        return self.state in _ARE_THERE
+
+    @property
     def are_any(self) -> bool:
         """Whether there are gradients, as far as the caller's own changes to ``.grad`` are known."""
-        return self.state in _ARE_THERE
+        return self.are_whole or (self.shard is not None and bool(self.shard.segments))
 
     def are_there(self) -> bool:
         """Return whether there are gradients; the bytes go where the caller has dropped all, as model.zero_grad()."""
@@ -127,11 +146,15 @@ class UnitGradients:
                 " all micro-steps first, then the clipping, then the step"
             )
         self.num_accumulating += 1
+        if self.state is GradientState.SHARED and self.shard is not None:
+            self.reconcile()
+            self.shard.apply(self.sources)
+            self._forget(GradientState.NONE)  # the sum of earlier backwards stays in the shard
         if self.state in _IN_BUFFER:
             self.open()
         with without_dispatch():
             gradient = segment.parameter.grad
-        if self.are_any and gradient is not None and not self._is_in_place(segment, gradient):
+        if self.are_whole and gradient is not None and not self._is_in_place(segment, gradient):
             self.reconcile()  # order: before autograd adds, it must not lie where another's gradient will
 
     def adopt(self, segment: Segment) -> None:
@@ -141,7 +164,12 @@ class UnitGradients:
             gradient = segment.parameter.grad
             if gradient is None:  # a hook of the caller's has dropped it
                 segment.has_gradient = False
-            elif self.model.may_stay() and self.state not in _IN_BUFFER and _can_be_own(segment, gradient):
+            elif (
+                self.shard is None
+                and self.model.may_stay()
+                and self.state not in _IN_BUFFER
+                and _can_be_own(segment, gradient)
+            ):
                 self._keep_as_own(segment)
             else:
                 self._move_in(segment, gradient)
@@ -235,6 +263,37 @@ class UnitGradients:
             elif self._is_ours(segment, gradient):
                 segment.parameter.grad = segment.gradient_view(buffer)
 
+    # -- over several ranks --------------------------------------------------------------------------------------
+
+    def give(self) -> tuple[GradientBuffer, bytes]:
+        """Hand the whole gradients over to an exchange, zeros where this rank has none; ``shared`` must follow. Blocks.
+
+        Returns the buffer, the caller's to give back, and a bit for each segment: whether it has a gradient here.
+        """
+        self.reconcile()
+        with self.working_set.mark, without_dispatch():
+            buffer = self._leased()
+            bits = 0
+            for number, segment in enumerate(self.unit.segments):
+                bits |= segment.has_gradient << number
+                if segment.grad_offset >= 0 and not segment.has_gradient:
+                    segment.gradient_view(buffer.tensor).zero_()
+            self.buffer = None
+            self.model.closed(self.unit)
+            self._forget(GradientState.NONE)
+        return buffer, bits.to_bytes(-(-len(self.unit.segments) // 8), "little")
+
+    def shared(self, received: torch.Tensor, masks: Sequence[bytes]) -> None:
+        """Add what all ranks have given to the shard; ``masks`` are the bits of each. Blocks where DRAM is short."""
+        assert self.shard is not None
+        bits = functools.reduce(operator.or_, [int.from_bytes(mask, "little") for mask in masks])
+        self.shard.add(received, [s for number, s in enumerate(self.unit.segments) if bits >> number & 1])
+        self.state = GradientState.SHARED
+        self.sources = {segment: SharedGradient(segment) for segment in self.shard.segments}
+        with without_dispatch():
+            for segment, source in self.sources.items():
+                segment.parameter.grad, segment.has_gradient = source.stand_in(), True
+
     def end_spare(self) -> None:
         """Give up the empty buffer; tensors that stayed where autograd put them move in."""
         if self.state is GradientState.OWN:
@@ -249,6 +308,8 @@ class UnitGradients:
         if self._has_key:
             self._has_key = False
             self.working_set.delete([self.key])
+        if self.shard is not None:
+            self.shard.forget_key()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -283,7 +344,7 @@ class UnitGradients:
     def answer(self, segment: Segment, question: Hashable | None, compute: Compute) -> torch.Tensor:
         """Return ``compute(the gradient of segment)``."""
         source = self.sources.get(segment)
-        if self.state is GradientState.STORED and source is not None:
+        if self.state in (GradientState.STORED, GradientState.SHARED) and source is not None:
             return source.answer(question, compute)
         return self.ask(segment, compute)
 
@@ -319,6 +380,11 @@ class UnitGradients:
                     " .grad, which is taken as it is"
                 )
             for segment, gradient in self.changed_by_hand():
+                if self.state is GradientState.SHARED:
+                    raise UsageError(
+                        f"parameter {segment.name}: a gradient put into .grad by hand, in place of the ranks' sum;"
+                        " expected .grad as the backward left it, or changes in a hook, before the backward ends"
+                    )
                 self.factors.pop(segment, None)
                 self._move_in(segment, gradient)
             self.note_clipped()
@@ -340,6 +406,8 @@ class UnitGradients:
                     segment.has_gradient = False
                     self.factors.pop(segment, None)
                     self.sources.pop(segment, None)
+                    if self.shard is not None and self.state is GradientState.SHARED:
+                        self.shard.segments.pop(segment, None)
                 elif isinstance(gradient, StandIn):
                     changed += [] if self._is_ours(segment, gradient) else [(segment, gradient)]
                 elif not self._is_in_place(segment, gradient):
@@ -372,7 +440,7 @@ class UnitGradients:
 
     def _note_changes(self) -> None:
         """Drop the factors of gradients that were replaced since the clipping; note others written in place."""
-        if self.state is GradientState.STORED:
+        if self.state in (GradientState.STORED, GradientState.SHARED):
             return
         with without_dispatch():
             for segment in list(self.factors):
@@ -418,6 +486,8 @@ class UnitGradients:
         """Hand the gradients over to an update; ``used``: in a backward. There are none here afterwards."""
         assert self.are_any
         self.model.end_lent()
+        if self.shard is not None:
+            self.buffer = self.shard.take()
         is_own = self.state is GradientState.OWN
         kept = None if is_own else self.model.keep(self.unit)
         with without_dispatch():
@@ -428,7 +498,7 @@ class UnitGradients:
             pending={s: source.take_pending() for s, source in self.sources.items() if s.has_gradient},
             lease=None if is_own or self.buffer is None else self.buffer.lease,
         )  # fmt: skip
-        if self.state is GradientState.LEASED:
+        if self.state in (GradientState.LEASED, GradientState.SHARED):
             self.model.closed(self.unit)
             self.buffer = None
         self._forget(GradientState.USED if used else GradientState.TAKEN)
@@ -452,6 +522,8 @@ class UnitGradients:
             buffer.discard()
         elif before is GradientState.STORED:
             self.unit.tier.drop_bytes(self.key)
+        if self.shard is not None:
+            self.shard.drop()
 
     def _forget(self, state: GradientState) -> None:
         """There are no gradients here any more; ``.grad`` of each parameter is what ``state`` says."""
@@ -476,6 +548,8 @@ class UnitGradients:
         self.factors.clear()
         self._is_changed = False
         self.reconcile()
+        if self.state is GradientState.SHARED and self.shard is not None:
+            return self.shard.zero()
         with torch.no_grad():
             for segment in self.unit.segments if self.are_any else ():
                 if segment.parameter.grad is not None:

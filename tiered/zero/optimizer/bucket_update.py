@@ -222,8 +222,11 @@ class UnitUpdate:
         return f"UnitUpdate({self.unit.name!r}, {len(self.buckets)} buckets)"
 
     def rounds(self) -> Sequence[Sequence[Bucket[Segment]]]:
-        """Return the buckets in rounds: all at once where they are in DRAM for good and the update computes there."""
-        is_one = self.schedule.is_settled and self._place.computes_in_dram
+        """Return the buckets in rounds: all at once where they are in DRAM for good and the update computes there.
+
+        Over ranks there may be none: no element of the parameters lies in this rank's shard.
+        """
+        is_one = self.buckets and self.schedule.is_settled and self._place.computes_in_dram
         return [self.buckets] if is_one else [[bucket] for bucket in self.buckets]
 
     def begin(self) -> dict[Segment, Source]:

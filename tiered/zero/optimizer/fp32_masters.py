@@ -6,7 +6,7 @@ A unit's are one key of the store. The optimizer turns them into its own state a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -20,6 +20,8 @@ from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.step import Event
 
 __all__ = ["Masters", "leased", "master_key", "masters_nbytes", "offsets_of", "taken_over", "write_masters"]
+
+_HIGH = (torch.float32, torch.float64)  # dtypes of values that are a master
 
 
 class Masters:
@@ -39,6 +41,9 @@ class Masters:
         """Return the units that have masters."""
         return [unit for unit in self._units if master_key(unit.name) in self._store]
 
+    def _leased(self, unit: Unit) -> AbstractContextManager[torch.Tensor]:
+        return leased(self._store, master_key(unit.name), "rw", torch.float32)
+
     def delete(self, unit: Unit) -> None:
         """Delete the masters of ``unit``."""
         self._store.working_set.delete([master_key(unit.name)])
@@ -48,12 +53,19 @@ class Masters:
         unit = segment.unit
         start = offsets_of(unit.segments).get(segment)
         if start is None or master_key(unit.name) not in self._store:
+            return  # or none of it is in this rank's shard
+        key = unit.keys[segment.span]
+        if unit.world > 1 and (source is None or source.dtype not in _HIGH or source.shape != segment.shape):
+            # Order: no gather. Only the ranks in whose shards values have changed come here.
+            with leased(self._store, key, "r") as shard, self._leased(unit) as values:
+                values[start : start + len(segment.stretch)].copy_(segment.piece(shard))
+                del shard, values
             return
         was_open = unit.is_open
-        if source is None or source.dtype not in {torch.float32, torch.float64} or source.shape != segment.shape:
+        if source is None or source.dtype not in _HIGH or source.shape != segment.shape:
             source = segment.view(unit.open("r")[segment.span])
             unit.buffer.use()
-        with leased(self._store, master_key(unit.name), "rw", torch.float32) as values:
+        with self._leased(unit) as values:
             own, stretch = values[start : start + len(segment.stretch)], segment.stretch
             if len(stretch) == segment.numel:
                 copy_across(own.as_strided(segment.shape, segment.strides), source)

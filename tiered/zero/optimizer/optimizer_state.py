@@ -338,7 +338,7 @@ class OptimizerState:
     def gather(self, segment: Segment, memory: FileMemory | None = None) -> dict[str, torch.Tensor]:
         """Return step, the rule's moments and, for bf16, master: copies with the parameter's shape and strides.
 
-        They lie in ``memory``, or in ordinary memory. Elements of other ranks' shards are undefined.
+        They lie in ``memory``, or in ordinary memory. Over several ranks all of them call this together.
         """
         with self._store.working_set.mark:
             dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
@@ -361,6 +361,8 @@ class OptimizerState:
                         master = flats["master"][start:stop].copy_(tile.decode_master(hi[its], rows))
                         master.masked_fill_(hi[its].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
                     tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
+            if segment.unit.world > 1:
+                _fill_from_all(segment, list(flats.values()))
             shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
             step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
             return {"step": step, **shaped}
@@ -464,6 +466,24 @@ class OptimizerState:
             del span
             yield flat
             del flat
+
+
+def _fill_from_all(segment: Segment, flats: Sequence[torch.Tensor]) -> None:
+    """Fill ``flats``, (numel,) each, with what the ranks have of them: each has its own stretch of ``segment``."""
+    unit = segment.unit
+    number = unit.segments.index(segment)
+    every = [
+        (rank, each) for rank in range(unit.world) for each in unit.layout.stretches(rank) if each.number == number
+    ]
+    most, own = max((each.stop - each.start for _, each in every), default=0), segment.stretch
+    pieces = [torch.zeros(most, dtype=flat.dtype, device="cpu") for flat in flats if most]
+    for piece, flat in zip(pieces, flats, strict=False):
+        piece[: len(own)].copy_(flat[own.start : own.stop])
+    whole = unit.comm.all_gather([piece.view(torch.uint8) for piece in pieces])
+    for flat, each in zip(flats, whole, strict=False):
+        found = each.view(flat.dtype).view(unit.world, -1)
+        for rank, (_, start, stop, *_) in every:
+            flat[start:stop].copy_(found[rank, : stop - start])
 
 
 def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:

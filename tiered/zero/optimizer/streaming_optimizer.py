@@ -220,9 +220,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 numel, before, managed = layout_of(committed, (s for unit in units for s in unit.segments))
         # Order: of those that are trained, as the shares of the budget were cut; a larger one takes more tiles.
         tile_numel = tile_numel_for(numel, [len(s.stretch) for p, s in self._segments.items() if p.requires_grad])
-        working_set = self._store.working_set
-        tier = ComputeTier(working_set) if engine is None else engine.tier
-        self._pipeline = UpdatePipeline(working_set, tier, tile_numel)
+        tier = ComputeTier(self._store.working_set) if engine is None else engine.tier
+        self._pipeline = UpdatePipeline(self._store.working_set, tier, tile_numel)
         try:
             scratch, layouts = self._pipeline.scratch, Layouts(self.format, self.rule)
             self._state = OptimizerState(self._store, units, managed, layouts, bucket_numel=numel, scratch=scratch)
@@ -238,6 +237,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 if engine is not None:
                     with_group = self._pipeline, self.rule, self.param_groups[0]
                     self._updates_on = choose_place(engine, *with_group, self._state.buckets, before)
+            self._check_equal()
         except BaseException:
             self._pipeline.close()
             raise
@@ -246,6 +246,19 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         self._is_attached = True
         if engine is not None:
             self._drive(engine)
+
+    def _check_equal(self) -> None:
+        """Over ranks: raise UsageError for plain parameters, and for an optimizer that is another on some rank."""
+        if self._store.ranks is None:
+            return
+        if self._plain is not None:
+            raise UsageError(
+                f"{self.title} over ranks on plain parameters, such as {self._plain.segments[0].name}: it comes with a"
+                " later release; expected sharded ones: add them to the model before tiered.shard"
+            )
+        lines = [f"{key} {value!r}" for key, value in self._description().items()]
+        lines += [repr(options_of(self.param_groups)), f"update={self.in_backward}"]
+        self._store.ranks.check_equal(f"tiered.{self.title}", lines, "the same optimizer on all ranks")
 
     def _register(self) -> None:
         """Have the state ride along with the store's commits, which also propose how many steps were made."""
@@ -292,6 +305,11 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         due = engine.step()
         for unit in due:  # order: a refusal leaves the gradients, and nothing half done
             self._check(unit)
+        ranks = self._store.ranks
+        if ranks is not None:
+            names = [f"a gradient of {s.name}" for unit in due for s in unit.segments if s.has_gradient]
+            ranks.check_equal("optimizer.step()", names, "gradients dropped or kept on all ranks alike")
+            ranks.comm_thread.end_first_step()
         try:
             with engine.schedule.hand_overs():
                 for unit in due:
@@ -357,7 +375,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         if not managed:
             gradients.drop(used=self.in_backward)
             return
-        thread, gradient_key = self._thread, gradients.key
+        thread, gradient_key = self._thread, gradients.update_key
         limit = engine.layouts.shares.spare // 2 if self.in_backward else None
         buckets = [b for b in self._state.buckets[unit] if not b.segments.isdisjoint(managed)]
         parameter_keys = unit.keys_of(managed).values()
@@ -367,7 +385,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         else:
             engine.schedule.hand_over([*parameter_keys, gradient_key, *state_keys])
         try:
-            thread.make_room(unit, 2 * gradients.nbytes, limit)
+            thread.make_room(unit, 2 * unit.layout.shard_gradient_nbytes, limit)
         except BaseException:
             engine.schedule.take_back([*parameter_keys, gradient_key, *state_keys])
             raise

@@ -21,6 +21,7 @@ from tiered.store.waiting.recorder import Begun
 from tiered.tiers.compute_tier import BufferState, Collectives, ComputeTier, ParameterPlace, UnitBuffer
 from tiered.zero.layout import SegmentSpec, UnitLayout, lay_out
 from tiered.zero.parameters.tensor_without_bytes import placeholder, without_dispatch
+from tiered.zero.step import graph_task
 
 __all__ = ["Segment", "Unit", "dense_strides", "digest", "ordinary_tensors"]
 
@@ -300,6 +301,9 @@ class Unit:
             engine.opened(self, after)
             # Order: once others are parked, so that a thread has ended its work on one unit before the next begins.
             self._opened = self.working_set.recorder.begin()
+        elif self.comm.world > 1 and (graph_task() != -1) != (self._use == "backward"):
+            self._use = "backward" if graph_task() != -1 else "forward"
+            self.engine.backward.entered(self._use)
         return buffer.tensors
 
     def park(self) -> bool:

@@ -1,0 +1,98 @@
+"""Training over ranks has the bits of plain PyTorch: gradients added in fp32 in the order of the ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.pairwise import pairwise
+from tests.ranks.processes import Ranks
+from tests.ranks.training import compact_by_one_rank, expected
+
+MODELS = (
+    "gpt", "tied_head", "frozen_part", "unused_parameter", "odd_sizes", "mixed_dtypes", "lstm", "cnn_channels_last",
+    "checkpoint_inside_reentrant", "called_twice", "other_methods", "output_is_view_of_weight",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def assert_same(found: list[dict[str, Any]], wanted: list[dict[str, str]]) -> None:
+    """Assert that each rank has what it should; a parameter that is its own master may be named as one or not."""
+    for rank, want in enumerate(wanted):
+        got = found[rank]["digests"]
+        names = {name for name in got | want if not name.startswith("masters") or (name in got and name in want)}
+        assert not {name for name in names if got.get(name) != want.get(name)}, rank
+
+
+@pairwise(
+    model=MODELS,
+    world=("2", "3", "4"),
+    dtype=("fp32", "bf16"),
+    update=("step", "backward"),
+    budget=("roomy", "smallest"),
+    num=("1", "2"),
+    stage=("1", "2", "3"),
+)
+def test_bits(model: str, world: str, dtype: str, update: str, budget: str, num: str, stage: str, ranks: Ranks) -> None:
+    options = {"model": model, "world": int(world), "dtype": dtype, "update": update, "num_micro_steps": int(num)}
+    found = ranks.run("train", **options, budget=budget, stage=int(stage))
+    assert_same(found, expected(**options))
+
+
+@pairwise(model=("gpt", "odd_sizes"), world=("2", "3"), dtype=("fp32", "bf16"), num=("1", "2"), stage=("1", "3"))
+def test_bits_with_clipping(model: str, world: str, dtype: str, num: str, stage: str, ranks: Ranks) -> None:
+    options = {"model": model, "world": int(world), "dtype": dtype, "update": "step", "num_micro_steps": int(num)}
+    found = ranks.run("train", **options, max_norm=0.4, stage=int(stage))
+    pieces = [each["pieces"] for each in found[: int(world)]]
+    assert_same(found, expected(**options, max_norm=0.4, pieces=pieces))
+
+
+def test_a_mutant_that_adds_in_reversed_order_dies(ranks: Ranks) -> None:
+    options = {"model": "gpt", "world": 3, "dtype": "fp32", "update": "step"}
+    found = ranks.run("train", **options)
+    with pytest.raises(AssertionError):
+        assert_same(found, expected(**options, reverses=True))
+
+
+def test_compact_state_is_that_of_one_rank_given_the_means(ranks: Ranks) -> None:
+    found = ranks.run("train", model="gpt", world=3, dtype="bf16", update="step", state="compact")
+    wanted = compact_by_one_rank("gpt", world=3, dtype="bf16")
+    for rank in range(3):
+        assert {name: found[rank]["digests"][name] for name in wanted} == wanted
+
+
+def test_an_order_that_depends_on_the_data_is_refused_by_name(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="the ranks do different things"):
+        ranks.run("train", model="data_dependent_order", world=3, dtype="fp32", update="step")
+
+
+@pytest.mark.parametrize("kind", ["alias", "slow"])
+def test_what_one_rank_does_by_itself_changes_no_bit(kind: str, ranks: Ranks) -> None:
+    found = ranks.run("differ", kind=kind, world=3, deadline_s=30.0)
+    assert [each["error"] for each in found[:3]] == ["", "", ""]
+    plain = ranks.run("differ", kind="", world=3, deadline_s=30.0)
+    assert {each["model"] for each in found[:3]} == {each["model"] for each in plain[:3]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("evaluation", "forward without gradients"),
+        ("state_dict", "for open"),
+        ("batch more", "ended its script or closed its store|the ranks do different things"),
+        ("gradient dropped", "optimizer.step"),
+        ("exception", "the loop of rank 0 has failed"),
+    ],
+)
+def test_a_loop_that_differs_is_a_named_error_on_every_rank(kind: str, text: str, ranks: Ranks) -> None:
+    found = ranks.run("differ", kind=kind, world=3)
+    assert all(each["error"] for each in found[:3]), found
+    assert any(re.search(text, each["error"]) for each in found[:3]), found

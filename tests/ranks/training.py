@@ -1,0 +1,258 @@
+"""A case of the zoo trained over ranks: each rank in a process, compared with plain PyTorch by digests of its bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+import tiered
+from tests.models import CASES, Case
+from tests.ranks.processes import case
+from tests.reference import Recipe, Trained, means_of, ranks_reference
+from tests.zero.training import SEED, Session, budget_named_in, start
+from tiered.errors import CapacityError
+
+__all__ = ["changes_of", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+
+_groups: dict[int, Any] = {}  # of the first ranks, by their number
+
+
+def recipe_of(dtype: str, **options: Any) -> Recipe:
+    return Recipe(param_dtype=None if dtype == "fp32" else torch.bfloat16, num_steps=3, **options)
+
+
+def group_of(world: int) -> Any:
+    """Return the group of the first ``world`` ranks; all ranks of the set call this alike."""
+    if world not in _groups:
+        _groups[world] = dist.new_group(list(range(world)))
+    return _groups[world]
+
+
+def over_ranks(zoo: Case, rank: int, world: int) -> Case:
+    """Return ``zoo`` with the batches of one rank."""
+    return dataclasses.replace(zoo, batch=lambda index: zoo.batch(index * world + rank))
+
+
+@case
+def train(
+    send: Callable[[Any], None],
+    *,
+    model: str,
+    world: int,
+    dtype: str,
+    update: str,
+    budget: str = "roomy",
+    num_micro_steps: int = 1,
+    max_norm: float | None = None,
+    state: str = "exact",
+    **options: Any,
+) -> Any:
+    """Train; return digests of everything and this rank's pieces; None on ranks that take no part."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    recipe = dataclasses.replace(recipe, adamw=recipe.adamw | {"state": state})
+    nbytes = 64 << 20
+    if budget == "smallest":
+        try:
+            _train(model, group, recipe, update, 8 << 20, options)
+        except CapacityError as error:
+            nbytes = budget_named_in(error)
+    trained, pieces = _train(model, group, recipe, update, nbytes, options)
+    return {"digests": digests_of(trained), "pieces": pieces}
+
+
+def _train(
+    model: str, group: Any, recipe: Recipe, update: str, nbytes: int, options: dict[str, Any]
+) -> tuple[Trained, dict[str, tuple[int, int]]]:
+    zoo = over_ranks(CASES[model], group.rank(), group.size())
+    with (
+        tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+        tiered.Store(
+            directory, dram=nbytes * group.size(), durable=False, process_group=group, rank_deadline=30
+        ) as store,
+    ):
+        session: Session = start(zoo, recipe, store, update, seed=SEED, **options)
+        segments = [parameter.segment for parameter in session.model.parameters()]  # type: ignore[union-attr]
+        return session.run(), {each.name: (each.stretch.start, each.stretch.stop) for each in segments}
+
+
+def expected(
+    model: str,
+    *,
+    world: int,
+    dtype: str,
+    update: str,
+    num_micro_steps: int = 1,
+    max_norm: float | None = None,
+    pieces: list[dict[str, tuple[int, int]]] | None = None,
+    reverses: bool = False,
+) -> list[dict[str, str]]:
+    """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
+    zoo, recipe = CASES[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the ranks: how a sum is divided among threads shows in its bits
+    try:
+        trained = ranks_reference(
+            zoo.build, zoo.batch, zoo.loss, recipe,
+            world=world, seed=SEED, exchanges_each=update == "step", reverses=reverses, bounds=bounds,
+        )  # fmt: skip
+    finally:
+        torch.set_num_threads(num_threads)
+    found = digests_of(trained)
+    return [
+        {key: value for key, value in found.items() if not key.startswith("loss ")}
+        | digests_of(Trained(losses=trained.losses[rank::world]))
+        for rank in range(world)
+    ]
+
+
+def digests_of(trained: Trained) -> dict[str, str]:
+    """Return a digest of the bytes of each tensor in ``trained``, but for buffers, and the numbers of updates."""
+    tensors: dict[str, Tensor] = {f"loss {n}": loss for n, loss in enumerate(trained.losses)}
+    tensors |= {f"norm {n}": norm for n, norm in enumerate(trained.norms)}
+    for word in ("parameters", "exp_avg", "exp_avg_sq"):
+        tensors |= {f"{word} {name}": value for name, value in getattr(trained, word).items()}
+    tensors |= {f"masters {name}": trained.masters[name] for name in trained.masters if name in trained.parameters}
+    found = {}
+    for key, value in tensors.items():
+        flat = value.detach().contiguous().view(-1)
+        found[key] = xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy()) if flat.numel() else ""
+    return found | {f"updates of {name}": str(num) for name, num in trained.num_updates.items()}
+
+
+# -- compact state -----------------------------------------------------------------------------------------------------
+
+
+def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]:
+    """Return the digests of one rank of tiered that is given the means of the gradients of ``world`` models."""
+    zoo, recipe = CASES[model], recipe_of(dtype)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+            tiered.Store(directory, dram="64MiB", durable=False) as store,
+        ):
+            torch.manual_seed(SEED)
+            sharded = tiered.shard(zoo.build(), store, unit=zoo.unit, param_dtype=recipe.param_dtype)
+            optimizer = tiered.AdamW(sharded.parameters(), state="compact", **recipe.adamw)
+            torch.manual_seed(SEED)
+            plain = [zoo.build().to(recipe.param_dtype) for _ in range(world)]
+            torch.manual_seed(SEED + 1)
+            states = [torch.get_rng_state()] * world
+            for step in range(recipe.num_steps):
+                values = sharded.state_dict()
+                for rank, each in enumerate(plain):
+                    each.load_state_dict(values)
+                    torch.set_rng_state(states[rank])
+                    zoo.loss(each, zoo.batch(step * world + rank)).backward()
+                    states[rank] = torch.get_rng_state()
+                for name, mean in means_of(plain).items():
+                    sharded.get_parameter(name).grad = mean
+                optimizer.step()
+            return digests_of(Trained(parameters=sharded.state_dict()))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# -- loops that differ from rank to rank -------------------------------------------------------------------------------
+
+
+@case
+def differ(send: Callable[[Any], None], *, kind: str, world: int, deadline_s: float = 3.0) -> Any:
+    """Do something on rank 0 alone; return the error of each rank, "" for none, and digests of the model."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    begun, found, text = time.monotonic(), "", ""
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+            tiered.Store(
+                directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=deadline_s
+            ) as store,
+        ):
+            text = _differ(kind, store, group.rank(), world)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    return {"error": found, "model": text, "seconds": time.monotonic() - begun}
+
+
+def _differ(kind: str, store: tiered.Store, rank: int, world: int) -> str:
+    zoo = over_ranks(CASES["gpt"], rank, world)
+    session = start(zoo, recipe_of("fp32"), store)
+    model, is_odd = session.model, rank == 0
+    session.run_step(0)
+    kept: Any = None
+    if is_odd and kind == "evaluation":
+        with torch.no_grad():
+            zoo.loss(model, zoo.batch(0))
+    if is_odd and kind == "state_dict":
+        model.state_dict()
+    if is_odd and kind == "batch more":
+        session.run_step(1)
+    if is_odd and kind == "gradient dropped":
+        zoo.loss(model, zoo.batch(1)).backward()
+        model.zero_grad()
+        session.optimizer.step()
+    elif kind == "gradient dropped":
+        zoo.loss(model, zoo.batch(1)).backward()
+        session.optimizer.step()
+    if is_odd and kind == "exception":
+        raise ValueError("the loop of rank 0 has failed")
+    if is_odd and kind == "alias":
+        handle = model.blocks[1].fc.register_forward_pre_hook(lambda module, _: aliases.append(module.weight.detach()))
+        aliases: list[Tensor] = []
+        kept = handle, aliases
+    for step in (1, 2):
+        if is_odd and kind == "slow":
+            time.sleep(0.3)
+        session.run_step(step)
+    del kept
+    return str(sorted(digests_of(Trained(parameters=model.state_dict())).items()))
+
+
+@case
+def unfreeze(send: Callable[[Any], None], *, world: int, dtype: str) -> Any:
+    """Train with parts frozen in the second step, by a relayout; write values in ``unsharded``; return digests."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    zoo = over_ranks(CASES["odd_sizes"], group.rank(), group.size())
+    with (
+        tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+        tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,
+    ):
+        session = start(zoo, recipe_of(dtype), store)
+        steps = changes_of(session.model, tiered.unsharded)
+        for step in range(3):
+            steps[step]()
+            session.run_step(step)
+        return digests_of(session.collect())
+
+
+def changes_of(model: torch.nn.Module, unsharded: Callable[[torch.nn.Module], Any]) -> list[Callable[[], object]]:
+    """Return what happens before each of three steps: a part is frozen, values are written, the part is trained."""
+    part = [parameter for name, parameter in model.named_parameters() if ".1." in name]
+
+    def write() -> None:
+        with unsharded(model), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    return [
+        lambda: [parameter.requires_grad_(False) for parameter in part],
+        write,
+        lambda: [parameter.requires_grad_(True) for parameter in part],
+    ]

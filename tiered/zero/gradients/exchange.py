@@ -1,0 +1,183 @@
+"""ShardGradient: this rank's shard of the gradients of one unit over several ranks, and the sum that makes it.
+
+In each backward a unit's whole gradients go to the ranks whose shards they belong to. Each rank adds what it receives
+in fp32, in the order of the ranks, multiplies with fp32(1 / world), rounds once to the gradients' dtype and adds that
+to the shard's gradient: the same bits for any transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tiered.tiers.compute_tier import GradientBuffer
+from tiered.zero.gradients.stand_in import Compute, UsedGradient
+from tiered.zero.layout import UnitLayout
+from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit_collectives import UnitCollectives
+
+__all__ = ["ShardGradient", "add_mean", "spans_of"]
+
+_TILE_NUMEL = 1 << 18  # elements that are summed at one time: 1 MiB in fp32
+
+
+def add_mean(out: torch.Tensor, pieces: torch.Tensor, *, is_first: bool) -> None:
+    """Add the mean of ``pieces``, (world, numel), to ``out``, (numel,) of the same dtype; ``is_first``: write it there.
+
+    The sum is taken in fp32 (fp64 for fp64), in the order of the ranks, and rounded once.
+    """
+    world, numel = pieces.shape
+    dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
+    factor = torch.tensor(1 / world, dtype=dtype, device="cpu")
+    total = torch.empty(min(numel, _TILE_NUMEL), dtype=dtype, device="cpu")
+    for start in range(0, numel, _TILE_NUMEL):
+        tile = total[: min(_TILE_NUMEL, numel - start)]
+        stop = start + tile.numel()
+        tile.copy_(pieces[0, start:stop])
+        for rank in range(1, world):
+            tile.add_(pieces[rank, start:stop])
+        tile.mul_(factor)
+        if is_first:
+            out[start:stop].copy_(tile)
+        else:
+            out[start:stop].add_(tile.to(out.dtype))
+
+
+class ShardGradient:
+    """The gradients of one unit in this rank's shard, from the first exchange of a step to the update that takes them.
+
+    The bytes are those of scratch ``key``, laid out as the shards of the trainable spans, one after the other.
+    ``segments`` are the parameters with a gradient on some rank. Invariant: ``buffer`` is leased, or the working set
+    has the bytes, or ``segments`` is empty.
+    """
+
+    __slots__ = ("_has_key", "buffer", "key", "norms", "segments", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.key = f"model/gradient/.shard/{unit.name}"
+        self.segments: dict[Segment, None] = {}
+        self.norms: dict[
+            Segment, torch.Tensor
+        ] = {}  # (2, world) fp64: 2-norm and largest magnitude of each rank's piece
+        self.buffer: GradientBuffer | None = None
+        self._has_key = False
+
+    def __repr__(self) -> str:
+        return f"ShardGradient({self.unit.name!r}, {len(self.segments)} parameters)"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the shard."""
+        return self.unit.layout.shard_gradient_nbytes
+
+    def add(self, received: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Add the mean of what all ranks have sent, for ``segments``; blocks where DRAM is short.
+
+        ``received``: (nbytes,) uint8, of each trainable span the pieces of all ranks, one after the other.
+        """
+        is_first = not self.segments
+        buffer, layout = self.leased(), self.unit.layout
+        start = 0
+        for span in layout.spans:
+            if span.trainable:
+                pieces = received[start : start + span.nbytes].view(span.dtype).view(layout.world, -1)
+                place = span.grad_offset // layout.world
+                add_mean(buffer[place : place + span.shard_nbytes].view(span.dtype), pieces, is_first=is_first)
+                start += span.nbytes
+        self.segments |= dict.fromkeys(segments)
+
+    def own_norms(self, segment: Segment) -> tuple[float, float]:
+        """Return the 2-norm and the largest magnitude of this rank's piece of a gradient; 0 where there is none."""
+        if segment not in self.segments or not segment.stretch:
+            return 0.0, 0.0
+        piece = segment.gradient_piece(self.leased())
+        dtype = torch.float64 if piece.dtype is torch.float64 else torch.float32
+        return (
+            torch.linalg.vector_norm(piece, 2.0, dtype=dtype).item(),
+            torch.linalg.vector_norm(piece, float("inf"), dtype=dtype).item(),
+        )
+
+    def apply(self, sources: Mapping[Segment, UsedGradient]) -> None:
+        """Apply the changes that are pending in ``sources``."""
+        for segment, source in sources.items():
+            for change in source.take_pending():
+                change(segment.gradient_piece(self.leased()))
+
+    def ask_all(self, segment: Segment, source: UsedGradient, compute: Compute) -> torch.Tensor:
+        """Return ``compute`` of each rank's piece, with the changes that are pending, (world,); all ranks ask together.
+
+        0 where a rank has no piece. Blocks.
+        """
+        assert isinstance(self.unit.comm, UnitCollectives)
+        mine = torch.zeros((), dtype=torch.float64, device="cpu")
+        if segment.stretch:
+            piece = segment.gradient_piece(self.leased())
+            if source.pending:
+                piece = piece.clone()
+                for change in source.pending:
+                    change(piece)
+            mine = compute(piece).to(torch.float64)
+        return self.unit.comm.numbers(f"a norm of {segment.name}", mine)
+
+    def leased(self) -> torch.Tensor:
+        """Return the shard, (nbytes,) uint8, leased to be read and changed; blocks."""
+        gradients = self.unit.gradients
+        if self.buffer is None:
+            if not self.segments and gradients.taken is not None and not gradients.taken.is_over:
+                self.unit.engine.finish_update(self.unit)
+            gradients.model.make_room(self.nbytes)
+            if self.segments:
+                self.buffer = self.unit.tier.gradients(self.key, "rw")
+            else:
+                if not self._has_key:
+                    self.unit.working_set.create(self.key, self.nbytes, scratch=True)
+                    self._has_key = True
+                self.buffer = self.unit.tier.new_gradients(self.key, self.nbytes)
+            gradients.model.opened_shard(self)
+        return self.buffer.tensor
+
+    def store_away(self) -> bool:
+        """Give the bytes to the working set; return whether there were any to give."""
+        buffer = self._close()
+        if buffer is not None:
+            buffer.store()
+        return buffer is not None
+
+    def take(self) -> GradientBuffer | None:
+        """Hand the bytes over to an update: return their lease, None where the working set has them."""
+        self.segments, self.norms = {}, {}
+        self.unit.gradients.model.rooms.filled.discard(self.key)
+        return self._close()
+
+    def _close(self) -> GradientBuffer | None:
+        buffer, self.buffer = self.buffer, None
+        self.unit.gradients.model.closed_shard(self)
+        return buffer
+
+    def drop(self) -> None:
+        """Forget the gradients, if there are any."""
+        were_there = bool(self.segments)
+        buffer = self.take()
+        if buffer is not None:
+            buffer.discard()
+        elif were_there:
+            self.unit.tier.drop_bytes(self.key)
+
+    def zero(self) -> None:
+        """Fill the gradients with zeros."""
+        if self.segments:
+            self.leased().zero_()
+
+    def forget_key(self) -> None:
+        """Delete the key: the unit is about to be laid out anew."""
+        self.drop()
+        if self._has_key:
+            self._has_key = False
+            self.unit.working_set.delete([self.key])
+
+
+def spans_of(gradients: torch.Tensor, layout: UnitLayout) -> list[torch.Tensor]:
+    """Return the trainable spans of a unit's whole ``gradients``, (nbytes,) uint8, as an exchange sends them."""
+    return [gradients[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]
