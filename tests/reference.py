@@ -208,13 +208,14 @@ def ranks_reference(
     exchanges_each: bool = True,
     reverses: bool = False,
     bounds: dict[str, list[tuple[int, int]]] | None = None,
+    before_step: Callable[[int, nn.Module, MasterAdamW], object] | None = None,
 ) -> Trained:
     """Train over ``world`` ranks, one after the other in this process: a model for each, batch i * world + rank.
 
     The gradients of all ranks are added in fp32 in the order of the ranks (``reverses``: against it), multiplied with
     fp32(1 / world) and rounded to their dtype, after each micro-step (``exchanges_each``) or the last. A parameter that
     no rank has used has none. ``losses`` are those of rank 0, 1, ... of each micro-step. ``bounds``, by name, are those
-    of the pieces of a parameter whose norms make its norm.
+    of the pieces of a parameter whose norms make its norm. ``before_step`` may change each rank's model alike.
     """
     models, states = [], []
     for _ in range(world):
@@ -226,6 +227,9 @@ def ranks_reference(
     sums: dict[str, Tensor] = {}
     for index in range(recipe.num_steps * recipe.num_micro_steps):
         is_last = (index + 1) % recipe.num_micro_steps == 0
+        if before_step is not None and index % recipe.num_micro_steps == 0:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                before_step(index // recipe.num_micro_steps, model, optimizer)
         for rank, model in enumerate(models):
             torch.set_rng_state(states[rank])
             value = loss(model, batch(index * world + rank))

@@ -108,6 +108,7 @@ LEFT_OPEN: dict[str, Callable[[], Iterator[Names]]] = {
 ELSEWHERE = {
     "MyModel()\n    model = tiered.shard(": "test_readme_loop.py",
     'device="cuda"': "accelerator/test_docs.py",
+    'init_process_group("gloo")': "ranks/test_training.py",
     "whole = DistributedDataParallel(": "zero/test_one_rank.py",
     "where = tiered.hf.Arguments(": "interop/test_quick_start.py",
 }

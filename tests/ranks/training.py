@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import xxhash
+from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
 from tests.models import CASES, Case
 from tests.ranks.processes import case
-from tests.reference import Recipe, Trained, means_of, ranks_reference
+from tests.reference import MasterAdamW, Recipe, Trained, means_of, ranks_reference
 from tests.zero.training import SEED, Session, budget_named_in, start
 from tiered.errors import CapacityError
 
-__all__ = ["changes_of", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+__all__ = ["change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
 
 _groups: dict[int, Any] = {}  # of the first ranks, by their number
 
@@ -53,6 +57,7 @@ def train(
     num_micro_steps: int = 1,
     max_norm: float | None = None,
     state: str = "exact",
+    clips_by_torch: bool = False,
     **options: Any,
 ) -> Any:
     """Train; return digests of everything and this rank's pieces; None on ranks that take no part."""
@@ -67,8 +72,15 @@ def train(
             _train(model, group, recipe, update, 8 << 20, options)
         except CapacityError as error:
             nbytes = budget_named_in(error)
-    trained, pieces = _train(model, group, recipe, update, nbytes, options)
+    with contextlib.ExitStack() as stack:
+        if clips_by_torch:
+            stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", _clip_by_torch))
+        trained, pieces = _train(model, group, recipe, update, nbytes, options)
     return {"digests": digests_of(trained), "pieces": pieces}
+
+
+def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def _train(
@@ -96,6 +108,7 @@ def expected(
     max_norm: float | None = None,
     pieces: list[dict[str, tuple[int, int]]] | None = None,
     reverses: bool = False,
+    before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
     zoo, recipe = CASES[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
@@ -106,6 +119,7 @@ def expected(
         trained = ranks_reference(
             zoo.build, zoo.batch, zoo.loss, recipe,
             world=world, seed=SEED, exchanges_each=update == "step", reverses=reverses, bounds=bounds,
+            before_step=before_step,
         )  # fmt: skip
     finally:
         torch.set_num_threads(num_threads)
@@ -166,6 +180,58 @@ def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]
         torch.set_num_threads(num_threads)
 
 
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+@case
+def count(send: Callable[[Any], None], *, world: int, stage: int, update: str, num_micro_steps: int) -> Any:
+    """Train three steps at the smallest budget; return the collectives of the last one by their kinds, and bytes."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    recipe, nbytes = recipe_of("fp32", num_micro_steps=num_micro_steps), 8 << 20
+    zoo = over_ranks(CASES["gpt"], group.rank(), world)
+    while True:
+        try:
+            with (
+                tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+                tiered.Store(
+                    directory, dram=nbytes * world, durable=False, process_group=group, rank_deadline=30
+                ) as store,
+            ):
+                return _count(start(zoo, recipe, store, update, hold=0, stage=stage))
+        except CapacityError as error:
+            nbytes = budget_named_in(error)
+
+
+def _count(session: Session) -> Any:
+    ranks, model = session.store.ranks, session.model
+    assert ranks is not None
+    units = list(dict.fromkeys(parameter.segment.unit for parameter in model.parameters()))  # type: ignore[union-attr]
+    kinds: Counter[str] = Counter()
+    asked = ranks.comm_thread._ask
+    ranks.comm_thread._ask = lambda task: (kinds.update([task.text.split()[0]]), asked(task))[1]  # type: ignore[method-assign]
+    session.run_step(0)
+    session.run_step(1)
+    kinds.clear()
+    before = ranks.comm_thread.statistics().moved_bytes
+    session.run_step(2)
+    moved = ranks.comm_thread.statistics().moved_bytes - before
+    slots = units[0].comm.slots
+    slots._look()
+    stored = session.store.statistics().used_bytes
+    return {
+        **kinds,
+        "moved": moved,
+        "units": len(units),
+        "whole": sum(unit.nbytes for unit in units),
+        "gradients": sum(unit.gradient_nbytes for unit in units),
+        "shown": len(slots._shown),
+        "stored": stored,
+        "state": sum(3 * unit.layout.shard_nbytes for unit in units),  # fp32: the parameter and two moments
+    }
+
+
 # -- loops that differ from rank to rank -------------------------------------------------------------------------------
 
 
@@ -224,6 +290,62 @@ def _differ(kind: str, store: tiered.Store, rank: int, world: int) -> str:
 
 
 @case
+def scale(send: Callable[[Any], None], *, world: int) -> Any:
+    """Train by a GradScaler, with an infinite loss on the last rank in the second of three steps."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    zoo, found = over_ranks(CASES["gpt"], group.rank(), world), []
+    with (
+        tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+        tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,
+    ):
+        session = start(zoo, recipe_of("fp32"), store)
+        scaler = tiered.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            loss = zoo.loss(session.model, zoo.batch(step))
+            if step == 1 and group.rank() == world - 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(session.optimizer)
+            if group.rank() == 0:  # by itself
+                largest = torch.linalg.vector_norm(session.model.blocks[0].fc.weight.grad, float("inf")).item()
+                found.append(f"largest {largest >= 0}")
+            norm = torch.nn.utils.clip_grad_norm_(session.model.parameters(), 0.4)
+            scaler.step(session.optimizer)
+            scaler.update()
+            session.optimizer.zero_grad()
+            values = digests_of(Trained(parameters=session.model.state_dict()))
+            found.append(f"{scaler.get_scale()} {norm.isfinite().item()} {sorted(values.items())}")
+    return [each for each in found if not each.startswith("largest")]
+
+
+@case
+def read_weights(send: Callable[[Any], None], *, world: int, dtype: str) -> Any:
+    """Shard a model on meta whose values are in a file, frozen ones read in place; return what differs."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    zoo = CASES["frozen_part"]
+    torch.manual_seed(SEED)
+    plain = zoo.build().to(recipe_of(dtype).param_dtype or torch.float32)
+    with tempfile.TemporaryDirectory(prefix="tiered-") as directory:
+        file = f"{directory}/model.safetensors"
+        save_file(plain.state_dict(), file)
+        options = {"durable": False, "process_group": group, "rank_deadline": 30, "external": [file]}
+        with tiered.Store(f"{directory}/store", dram=(64 << 20) * world, **options) as store:
+            with torch.device("meta"):
+                model = zoo.build()
+            tiered.shard(model.to(plain.emb.weight.dtype), store, unit=zoo.unit, weights=file)
+            found = model.state_dict()
+            in_place = [each for each in store.records() if "frozen" in each.name and not each.extents]
+    return {
+        "differ": [name for name, value in plain.state_dict().items() if not torch.equal(found[name], value)],
+        "in_place": len(in_place),
+    }
+
+
+@case
 def unfreeze(send: Callable[[Any], None], *, world: int, dtype: str) -> Any:
     """Train with parts frozen in the second step, by a relayout; write values in ``unsharded``; return digests."""
     group = group_of(world)
@@ -256,3 +378,24 @@ def changes_of(model: torch.nn.Module, unsharded: Callable[[torch.nn.Module], An
         write,
         lambda: [parameter.requires_grad_(True) for parameter in part],
     ]
+
+
+def change(step: int, model: torch.nn.Module, optimizer: MasterAdamW) -> None:
+    """Do to a plain model what ``unfreeze`` does; values that were written become the masters."""
+    changes_of(model, contextlib.nullcontext)[step]()
+    for parameter, master in optimizer.masters.items():
+        if step == 1 and master is not parameter:
+            master.data.copy_(parameter)
+
+
+@case
+def page(send: Callable[[Any], None], *, text: str) -> Any:
+    """Run the loop of docs/ranks.md, in whose processes the group is there already; return a digest of the model."""
+    loader = [(torch.randn(4, 8), torch.randn(4, 8))] * 3
+    names: dict[str, Any] = {
+        "tiered": tiered, "torch": torch, "loader": loader, "mse_loss": torch.nn.functional.mse_loss, "kept": [],
+        "Net": lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="tiered-") as directory, contextlib.chdir(directory):
+        exec(text.replace('dist.init_process_group("gloo")\n', "") + "    kept.append(model.state_dict())\n", names)
+    return str(sorted(digests_of(Trained(parameters=names["kept"][0])).items()))

@@ -350,6 +350,7 @@ class CommThread:
             self._words.append(task.text)
             self.watch.note_end_of(task.number)
             assert task.ticket is not None
+            task.begin, task.buffers, task.owner = None, (), None  # lifetime: the caller's again, as the ticket ends
             task.ticket._finish(None)
 
     def _next(self) -> _Task | None:

@@ -165,6 +165,8 @@ def _forget_step(engine: Engine) -> None:
         engine.gradients.end_spares()
     finally:  # of a device that has failed, whose copies keep leases
         engine.tier.forget()
+        if isinstance(comm := engine.units[0].comm, UnitCollectives):
+            comm.slots.end()
     engine.backward.forget_touches()
     engine.schedule.forget()
 

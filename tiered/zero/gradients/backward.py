@@ -324,7 +324,7 @@ class Backward:
     def _tell_norms(self, collectives: UnitCollectives) -> None:
         """Tell all ranks the norms of this one's pieces: whoever asks for a gradient's norm knows it then."""
         shards = [unit.gradients.shard for unit in self._units]
-        own = [shard.own_norms(segment) for shard in shards for segment in shard.unit.segments]
+        own = [shard.own_norms.get(segment, (0.0, 0.0)) for shard in shards for segment in shard.unit.segments]
         every = collectives.numbers("the norms of a backward", torch.tensor(own, dtype=torch.float64, device="cpu"))
         columns = iter(every.unbind(1))
         for shard in shards:

@@ -52,15 +52,14 @@ class ShardGradient:
     has the bytes, or ``segments`` is empty.
     """
 
-    __slots__ = ("_has_key", "buffer", "key", "norms", "segments", "unit")
+    __slots__ = ("_has_key", "buffer", "key", "norms", "own_norms", "segments", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.key = f"model/gradient/.shard/{unit.name}"
         self.segments: dict[Segment, None] = {}
-        self.norms: dict[
-            Segment, torch.Tensor
-        ] = {}  # (2, world) fp64: 2-norm and largest magnitude of each rank's piece
+        self.own_norms: dict[Segment, tuple[float, float]] = {}  # 2-norm and largest magnitude of this rank's piece
+        self.norms: dict[Segment, torch.Tensor] = {}  # those of all ranks, (2, world) fp64, once they have told them
         self.buffer: GradientBuffer | None = None
         self._has_key = False
 
@@ -87,17 +86,8 @@ class ShardGradient:
                 add_mean(buffer[place : place + span.shard_nbytes].view(span.dtype), pieces, is_first=is_first)
                 start += span.nbytes
         self.segments |= dict.fromkeys(segments)
-
-    def own_norms(self, segment: Segment) -> tuple[float, float]:
-        """Return the 2-norm and the largest magnitude of this rank's piece of a gradient; 0 where there is none."""
-        if segment not in self.segments or not segment.stretch:
-            return 0.0, 0.0
-        piece = segment.gradient_piece(self.leased())
-        dtype = torch.float64 if piece.dtype is torch.float64 else torch.float32
-        return (
-            torch.linalg.vector_norm(piece, 2.0, dtype=dtype).item(),
-            torch.linalg.vector_norm(piece, float("inf"), dtype=dtype).item(),
-        )
+        if not self.unit.engine.phase.updates_in_backward:  # nobody may ask then
+            self.own_norms = {segment: _norms(segment.gradient_piece(buffer)) for segment in self.segments}
 
     def apply(self, sources: Mapping[Segment, UsedGradient]) -> None:
         """Apply the changes that are pending in ``sources``."""
@@ -147,7 +137,7 @@ class ShardGradient:
 
     def take(self) -> GradientBuffer | None:
         """Hand the bytes over to an update: return their lease, None where the working set has them."""
-        self.segments, self.norms = {}, {}
+        self.segments, self.own_norms, self.norms = {}, {}, {}
         self.unit.gradients.model.rooms.filled.discard(self.key)
         return self._close()
 
@@ -169,6 +159,8 @@ class ShardGradient:
         """Fill the gradients with zeros."""
         if self.segments:
             self.leased().zero_()
+        self.own_norms = dict.fromkeys(self.own_norms, (0.0, 0.0))
+        self.norms = {segment: torch.zeros_like(norms) for segment, norms in self.norms.items()}
 
     def forget_key(self) -> None:
         """Delete the key: the unit is about to be laid out anew."""
@@ -176,6 +168,15 @@ class ShardGradient:
         if self._has_key:
             self._has_key = False
             self.unit.working_set.delete([self.key])
+
+
+def _norms(piece: torch.Tensor) -> tuple[float, float]:
+    """Return the 2-norm and the largest magnitude of ``piece``, added up in fp32 (fp64 for fp64)."""
+    dtype = torch.float64 if piece.dtype is torch.float64 else torch.float32
+    if not piece.numel():
+        return 0.0, 0.0
+    norm = torch.linalg.vector_norm
+    return norm(piece, 2.0, dtype=dtype).item(), norm(piece, float("inf"), dtype=dtype).item()
 
 
 def spans_of(gradients: torch.Tensor, layout: UnitLayout) -> list[torch.Tensor]:

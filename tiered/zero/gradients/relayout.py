@@ -22,6 +22,7 @@ from tiered.zero.gradients.model_gradients import ModelGradients
 from tiered.zero.layout import Shares, UnitLayout, whole_pages
 from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit_collectives import UnitCollectives
 from tiered.zero.step import Phase
 
 __all__ = ["UnitLayouts"]
@@ -96,6 +97,8 @@ class UnitLayouts:
         """Hold the keys that placement chooses of the present ones; return the schedule of a step's uses."""
         self._hold()
         gradients.gathered_bytes = self.shares.gathered
+        if isinstance(comm := self._units[0].comm, UnitCollectives):
+            comm.slots.kept_nbytes = self.shares.gathered + max(unit.gradient_nbytes for unit in self._units)
         gradients.keep_whole = self.shares.stage == 1 and self._units[0].world > 1
         gradients.ahead_bytes = _NUM_AHEAD * max(unit.nbytes for unit in self._units)
         gradients.rooms.nbytes = self.rooms_nbytes

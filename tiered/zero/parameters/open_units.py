@@ -17,6 +17,7 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier, Gathered
 from tiered.zero.parameters.gather_plan import GatherPlan
 from tiered.zero.parameters.unit import Unit
+from tiered.zero.parameters.unit_collectives import UnitCollectives
 from tiered.zero.step import graph_task
 
 __all__ = ["Ahead", "OpenUnits", "ahead_on"]
@@ -48,8 +49,10 @@ class OpenUnits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the units that are open."""
-        return sum([unit.nbytes for unit in self.plan.gathered])
+        """Bytes of the units that are open, and over ranks of what is kept for others."""
+        comm = self.root.comm
+        kept = comm.slots.free_nbytes if isinstance(comm, UnitCollectives) else 0
+        return kept + sum([unit.nbytes for unit in self.plan.gathered])
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes."""

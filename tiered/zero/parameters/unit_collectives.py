@@ -1,7 +1,7 @@
 """UnitCollectives: what several ranks do together on a model's bytes in DRAM: gathers of units, exchanges of gradients.
 
-Each is asked for in program order, equal on all ranks, and waited for. The buffers are scratch keys of the working set,
-within the budget; a buffer of a collective that did not end is never used again.
+Each is asked for in program order, equal on all ranks, and waited for. The buffers are within the DRAM budget; one of a
+collective that did not end is never used again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
+from tiered.bytes.arena import Buffer
 from tiered.errors import RankLostError, StepAbandonedError
 from tiered.ranks.comm_thread import Ticket
 from tiered.ranks.ranks import Ranks
@@ -19,58 +20,117 @@ from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer
 
 __all__ = ["Exchange", "UnitCollectives"]
 
-_lost: list[Lease] = []  # lifetime: other ranks may write into their bytes to the end of the process
-_PARAMETERS, _GATHERED, _RECEIVED = "model/parameters/", "model/gathered/", "model/received"
+_PARAMETERS = "model/parameters/"
+_NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
+_lost: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
+
+
+class GatherSlots:
+    """Reserved buffers of the DRAM budget in which whole units lie, kept from one gather to the next.
+
+    So a gather finds its memory whatever is read ahead. A buffer whose bytes a tensor still shows is not used before
+    that has died, and another is reserved meanwhile. Free buffers beyond ``kept_nbytes`` are given back.
+    """
+
+    def __init__(self, working_set: Residency) -> None:
+        self.kept_nbytes = 0
+        self._working_set = working_set
+        self._used_nbytes = 0
+        self._free: list[Buffer] = []
+        self._shown: list[Buffer] = []  # by tensors of the caller's
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes of the free buffers."""
+        return sum(buffer.nbytes for buffer in self._free)
+
+    def take(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
+        """Return a buffer and a tensor over it, (nbytes,) uint8 of undefined bytes; blocks. CapacityError."""
+        self._look()
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
+        if fitting:
+            buffer = min(fitting, key=lambda each: each.nbytes)
+            self._free.remove(buffer)
+        else:
+            self._shrink(nbytes)
+            buffer = self._working_set.reserve(nbytes, is_lasting=True)
+        self._used_nbytes += buffer.nbytes
+        return buffer, buffer.alias(nbytes, bool)[0]
+
+    def give(self, buffer: Buffer) -> None:
+        """Take ``buffer`` back, whose tensor the caller has dropped."""
+        self._shown.append(buffer)
+        self._look()
+
+    def end(self) -> None:
+        """Give all free buffers back to the budget."""
+        self.kept_nbytes = 0
+        self._look()
+
+    def _look(self) -> None:
+        """Sort the buffers that were given back: those that are shown wait."""
+        free = [buffer for buffer in self._shown if not buffer.is_aliased]
+        self._shown = [buffer for buffer in self._shown if buffer not in free]
+        self._free += free
+        self._used_nbytes -= sum(buffer.nbytes for buffer in free)
+        self._shrink(0)
+
+    def _shrink(self, nbytes: int) -> None:
+        """Give free buffers back until ``nbytes`` more are no more than are kept."""
+        while self._free and self._used_nbytes + self.free_nbytes + nbytes > self.kept_nbytes:
+            self._working_set.unreserve(self._free.pop())
 
 
 class _GatheredByAll(Gathered):
-    """A unit's spans that all ranks have put together, in scratch keys. See ``Gathered``."""
+    """A unit's spans that all ranks have put together. See ``Gathered``."""
 
-    __slots__ = ("_whole_leases", "_working_set")
+    __slots__ = ("_buffers", "_slots")
 
-    def __init__(self, working_set: Residency, shards: Sequence[Lease], whole: Sequence[Lease], rank: int) -> None:
+    def __init__(
+        self,
+        slots: GatherSlots,
+        shards: Sequence[Lease],
+        whole: Sequence[tuple[Buffer, torch.Tensor]],
+        pieces: list[torch.Tensor],
+    ) -> None:
         """``shards``: of this rank's bytes, where they are leased as long; ``whole``: of the spans."""
         self.leases = tuple(shards)
-        self.whole = [lease.tensor for lease in whole]
-        self.shard = [
-            each.narrow(0, rank * lease.tensor.numel(), lease.tensor.numel())
-            for each, lease in zip(self.whole, shards, strict=bool(shards))
-        ]
-        self._whole_leases, self._working_set = tuple(whole), working_set
+        self.whole, self.shard = [tensor for _, tensor in whole], pieces
+        self._buffers, self._slots = tuple(buffer for buffer, _ in whole), slots
 
     def is_there(self, span: int) -> bool:
         """Return whether ``whole[span]`` is memory of the span still, because a tensor that lies in it lives."""
-        return not self._whole_leases[span].release()
+        return self._buffers[span].is_aliased
 
     def release(self, unchanged: Collection[int]) -> None:
         """Give everything back; bytes that a tensor still shows stay counted until it dies."""
         super().release(unchanged)
-        for lease in self._whole_leases:
-            self._working_set.drop_bytes(lease.key, lease)
+        for buffer in self._buffers:
+            self._slots.give(buffer)
 
 
 class Exchange:
     """The exchange of one unit's gradients that is under way: ``received`` has the pieces of all ranks, in order."""
 
-    __slots__ = ("_collectives", "_leases", "_tickets", "received")
+    __slots__ = ("_buffer", "_collectives", "_sent", "_tickets", "received")
 
     def __init__(
-        self, collectives: UnitCollectives, leases: Sequence[Lease], received: torch.Tensor, tickets: list[Ticket]
+        self, collectives: UnitCollectives, sent: Lease, buffer: Buffer, received: torch.Tensor, tickets: list[Ticket]
     ) -> None:
-        """``leases``: of what is sent, and of ``received``, (nbytes,) uint8: of each trainable span, world pieces."""
-        self._collectives, self._leases, self._tickets = collectives, leases, tickets
+        """``buffer`` has ``received``, (nbytes,) uint8: of each trainable span, world pieces."""
+        self._collectives, self._sent, self._buffer, self._tickets = collectives, sent, buffer, tickets
         self.received = received
 
     def wait(self) -> tuple[bytes, ...]:
         """Wait for the bytes of all ranks; return the payload of each."""
-        with self._collectives.using(self._leases):
+        with self._collectives.using(self._sent, self._buffer):
             first, *_ = [ticket.wait() for ticket in self._tickets]
         return first
 
     def end(self) -> None:
         """Give the received bytes back; no tensor may lie in them."""
-        self.received = self.received[:0]
-        self._collectives.drop(self._leases[1:])
+        self.received = _NONE
+        self._collectives.slots.give(self._buffer)
 
 
 class UnitCollectives:
@@ -86,8 +146,7 @@ class UnitCollectives:
         self.payload: bytes | None = None
         self.told: tuple[bytes, ...] = ()
         self.ranks = ranks
-        self._working_set = working_set
-        self._nbytes: dict[str, int] = {}  # of each scratch key
+        self.slots = GatherSlots(working_set)
 
     def __repr__(self) -> str:
         return f"UnitCollectives({self.rank} of {self.world})"
@@ -97,33 +156,37 @@ class UnitCollectives:
 
         Raises the errors of ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
         """
-        whole: list[Lease] = []
+        whole: list[tuple[Buffer, torch.Tensor]] = []
         payload, self.payload = self.payload, None
         with self._together(f"gather of {keys[0]}"):
             shards = tier.gather(keys, mode).leases
             try:
                 for lease in shards:
-                    nbytes = self.world * lease.tensor.numel()
-                    whole.append(self._lease(lease.key.replace(_PARAMETERS, _GATHERED, 1), nbytes))
-                    whole[-1].tensor.view(self.world, -1)[self.rank].copy_(lease.tensor)
-                if mode == "r":
-                    for lease in shards:
-                        lease.release()
-                    shards = ()
+                    whole.append(self.slots.take(self.world * lease.tensor.numel()))
+                    self._piece(whole[-1][1]).copy_(lease.tensor)
             except BaseException:
-                self.drop(whole)
+                buffers = [buffer for buffer, _ in whole]
+                whole.clear()  # lifetime: their tensors
+                for buffer in buffers:
+                    self.slots.give(buffer)
                 for lease in shards:
                     lease.release()
                 raise
-        with self.using([*whole, *shards]):
+            if mode == "r":
+                for lease in shards:
+                    lease.release()
+                shards = ()
+        with self.using(*(buffer for buffer, _ in whole), *shards):
             tickets = []
-            for lease in whole:
-                gather, name = self.ranks.comm_thread.gather, lease.key.removeprefix(_GATHERED)
-                what = f"{name} for {self.use}"
-                tickets.append(gather(what, lease.tensor, payload=payload or b"", owner=lease.buffer))
+            for key, (buffer, tensor) in zip(keys, whole, strict=True):
+                what = f"{key.removeprefix(_PARAMETERS)} for {self.use}"
+                tickets.append(self.ranks.comm_thread.gather(what, tensor, payload=payload or b"", owner=buffer))
                 payload = None
             self.told, *_ = [ticket.wait() for ticket in tickets]
-        return _GatheredByAll(self._working_set, shards, whole, self.rank)
+        return _GatheredByAll(self.slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
+
+    def _piece(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(self.world, -1)[self.rank]
 
     def tell(self, word: str) -> None:
         """Tell all ranks the ``payload`` without a gather; blocks for all of them."""
@@ -141,7 +204,7 @@ class UnitCollectives:
         """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's: ordinary memory."""
         whole = [torch.empty(self.world * shard.numel(), dtype=torch.uint8, device="cpu") for shard in shards]
         for shard, each in zip(shards, whole, strict=True):
-            each.view(self.world, -1)[self.rank].copy_(shard)
+            self._piece(each).copy_(shard)
         for ticket in [self.ranks.comm_thread.gather("a moved span", each) for each in whole]:
             ticket.wait()
         return whole
@@ -162,32 +225,16 @@ class UnitCollectives:
         The spans lie in ``buffer``, which is in use until ``Exchange.wait`` has returned. ``payload`` goes to all.
         """
         assert buffer.lease is not None
-        nbytes = max(sum(span.numel() for span in spans), self._nbytes.get(_RECEIVED, 0))
         with self._together(f"exchange of {name}"):
-            lease = self._lease(_RECEIVED, nbytes)
-        received, tickets, start = lease.tensor, list[Ticket](), 0
-        owner = (buffer.lease.buffer, lease.buffer)
-        with self.using([buffer.lease, lease]):
+            place, received = self.slots.take(sum(span.numel() for span in spans))
+        tickets, start, owner = list[Ticket](), 0, (buffer.lease.buffer, place)
+        with self.using(buffer.lease, place):
             for span in spans:
                 part = received[start : start + span.numel()]
                 exchange = self.ranks.comm_thread.exchange
                 tickets.append(exchange(name, span, received=part, payload=payload, owner=owner))
                 start, payload = start + span.numel(), b""
-        return Exchange(self, (buffer.lease, lease), received, tickets)
-
-    def drop(self, leases: Sequence[Lease]) -> None:
-        """Give leases of scratch keys back, without their bytes."""
-        for lease in leases:
-            self._working_set.drop_bytes(lease.key, lease)
-
-    def _lease(self, key: str, nbytes: int) -> Lease:
-        """Lease scratch ``key`` of at least ``nbytes``, whose bytes are undefined; blocks."""
-        if self._nbytes.get(key, -1) != nbytes:
-            if key in self._nbytes:
-                self._working_set.delete([key])
-            self._working_set.create(key, nbytes, scratch=True)
-            self._nbytes[key] = nbytes
-        return self._working_set.lease_anew(key)
+        return Exchange(self, buffer.lease, place, received, tickets)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -199,12 +246,12 @@ class UnitCollectives:
             raise
 
     @contextmanager
-    def using(self, leases: Sequence[Lease]) -> Iterator[None]:
-        """The leases' bytes are in use by collectives until the block ends: where an error ends it, for good."""
+    def using(self, *owners: object) -> Iterator[None]:
+        """The owners' bytes are in use by collectives until the block ends: where an error ends it, for good."""
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankLostError | StepAbandonedError):
                 self.ranks.abandon(error, "a collective")
-            _lost.extend(leases)
+            _lost.extend(owners)
             raise
