@@ -268,13 +268,21 @@ def _differ(kind: str, store: tiered.Store, rank: int, world: int) -> str:
         model.state_dict()
     if is_odd and kind == "batch more":
         session.run_step(1)
-    if is_odd and kind == "gradient dropped":
-        zoo.loss(model, zoo.batch(1)).backward()
-        model.zero_grad()
+    if kind in ("gradient dropped", "zeroed between", "other rate", "clipped alone"):
+        for number in range(2 if kind == "zeroed between" else 1):
+            zoo.loss(model, zoo.batch(1 + number)).backward()
+            if is_odd and (kind == "gradient dropped" or (kind == "zeroed between" and not number)):
+                model.zero_grad()
+        if is_odd and kind == "other rate":
+            session.optimizer.param_groups[0]["lr"] = 0.5
+        if is_odd and kind == "clipped alone":
+            tiered.clip_grad_norm_(model, 1e-3)
         session.optimizer.step()
-    elif kind == "gradient dropped":
-        zoo.loss(model, zoo.batch(1)).backward()
-        session.optimizer.step()
+    if kind == "written alone":
+        with tiered.unsharded(model), torch.no_grad():
+            model.ln.weight.mul_(2.0 if is_odd else 1.0)
+    if kind == "loaded alone":
+        model.load_state_dict({name: value + is_odd for name, value in model.state_dict().items()})
     if is_odd and kind == "exception":
         raise ValueError("the loop of rank 0 has failed")
     if is_odd and kind == "alias":

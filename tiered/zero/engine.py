@@ -188,8 +188,8 @@ class Engine:
         in_backward = self.phase.updates_in_backward
         if self.backward.are_only_added(in_backward=in_backward):
             raise UsageError(
-                "optimizer.step() after backwards under tiered.accumulate only; expected one backward outside it, which"
-                " adds and updates"
+                "optimizer.step() after backwards under tiered.accumulate only, or one that failed; expected one"
+                " backward outside it, which adds and updates"
             )
         self.open_units.park_all()
         if in_backward:

@@ -275,6 +275,8 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             )
         if not prefix:  # the module that it was called on; one before this may have failed in the middle
             engine.check_idle("load_state_dict()")
+            if isinstance(comm, UnitCollectives):
+                comm.check_values("load_state_dict()", state)
             engine.phase.num_loading = 0
         engine.phase.num_loading += 1
 

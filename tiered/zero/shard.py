@@ -278,7 +278,8 @@ def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, ot
     ]
     source.close()
     advice = "the same model with the same values on all ranks: torch.manual_seed(0) before it is built, or weights="
-    ranks.check_equal("tiered.shard", [*lines, *others], advice)
+    ranks.check_equal("tiered.shard", lines, advice)
+    ranks.check_equal("tiered.shard", others, "the same arguments of shard and the same dram= on all ranks")
 
 
 def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
@@ -45,6 +45,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
             unit.show("rw")
             digests |= {segment: _digest(unit, segment) for segment in unit.segments}
         yield module
+        _check_written(engine, added)
     finally:
         lent -= set(added)
         try:
@@ -67,6 +68,19 @@ def accumulate(model: nn.Module) -> AbstractContextManager[None]:
     gradients of the block are added up on each, and exchanged once. ``model.no_sync()`` is the same.
     """
     return accumulating(_engine_of(_units_of(model)))
+
+
+def _check_written(engine: Engine, units: Sequence[Unit]) -> None:
+    """Over ranks: raise UsageError, on all, unless all have written the same; each keeps its own piece."""
+    ranks = engine.store.ranks
+    if ranks is None:
+        return
+    lines = [f"unit {u.name!r} with the digests {[f'{digest(t):016x}' for t in u.buffer.tensors]}" for u in units]
+    try:
+        ranks.check_equal("tiered.unsharded", lines, "the same values written on all ranks")
+    except UsageError as error:
+        engine.phase.give_up(f"the ranks have written other values: {error}")
+        raise
 
 
 def _units_of(module: nn.Module) -> list[Unit]:

@@ -52,12 +52,13 @@ class ShardGradient:
     has the bytes, or ``segments`` is empty.
     """
 
-    __slots__ = ("_has_key", "buffer", "key", "norms", "own_norms", "segments", "unit")
+    __slots__ = ("_has_key", "buffer", "key", "norms", "num_added", "own_norms", "segments", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.key = f"model/gradient/.shard/{unit.name}"
         self.segments: dict[Segment, None] = {}
+        self.num_added = 0  # exchanges since there were none
         self.own_norms: dict[Segment, tuple[float, float]] = {}  # 2-norm and largest magnitude of this rank's piece
         self.norms: dict[Segment, torch.Tensor] = {}  # those of all ranks, (2, world) fp64, once they have told them
         self.buffer: GradientBuffer | None = None
@@ -86,6 +87,7 @@ class ShardGradient:
                 add_mean(buffer[place : place + span.shard_nbytes].view(span.dtype), pieces, is_first=is_first)
                 start += span.nbytes
         self.segments |= dict.fromkeys(segments)
+        self.num_added += 1
         if not self.unit.engine.phase.updates_in_backward:  # nobody may ask then
             self.own_norms = {segment: _norms(segment.gradient_piece(buffer)) for segment in self.segments}
 
@@ -137,7 +139,7 @@ class ShardGradient:
 
     def take(self) -> GradientBuffer | None:
         """Hand the bytes over to an update: return their lease, None where the working set has them."""
-        self.segments, self.own_norms, self.norms = {}, {}, {}
+        self.segments, self.own_norms, self.norms, self.num_added = {}, {}, {}, 0
         self.unit.gradients.model.rooms.filled.discard(self.key)
         return self._close()
 

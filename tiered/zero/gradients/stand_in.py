@@ -157,6 +157,16 @@ class SharedGradient(StoredGradient):
         " torch.amp.GradScaler do"
     )
 
+    def describe(self) -> str:
+        """Return what an update will find: how often gradients were added, and what pending changes do to numbers."""
+        segment = self.segment()
+        probe = torch.tensor([1.0, -2.0, 3.0], dtype=segment.dtype, device="cpu")
+        for change in self.pending:
+            change(probe)
+        factor = segment.unit.gradients.factors.get(segment)
+        clipped = "" if factor is None else f", clipped by {factor.item()}"
+        return f"added {segment.unit.gradients.shard.num_added} times, scaled {probe.tolist()}{clipped}"
+
     def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
         """Return ``compute(values)`` of a norm; raises UsageError for another question."""
         segment = self.segment()

@@ -17,6 +17,7 @@ import torch
 
 from tiered.bytes.interrupt import outside
 from tiered.errors import UsageError
+from tiered.ranks.ranks import Ranks
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import taking_apart
 from tiered.store.store import Store
@@ -25,6 +26,7 @@ from tiered.zero.engine import Engine
 from tiered.zero.formats.codec import Source
 from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
 from tiered.zero.formats.state_layout import FORMATS, Layouts
+from tiered.zero.gradients.stand_in import SharedGradient
 from tiered.zero.layout import bucket_numel_for, tile_numel_for, whole_pages
 from tiered.zero.model_state import check_added
 from tiered.zero.one_rank import refuse_distributed
@@ -258,7 +260,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             )
         lines = [f"{key} {value!r}" for key, value in self._description().items()]
         lines += [repr(options_of(self.param_groups)), f"update={self.in_backward}"]
-        self._store.ranks.check_equal(f"tiered.{self.title}", lines, "the same optimizer on all ranks")
+        self._store.ranks.check_equal(self.title, lines, "the same optimizer on all ranks")
 
     def _register(self) -> None:
         """Have the state ride along with the store's commits, which also propose how many steps were made."""
@@ -305,11 +307,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         due = engine.step()
         for unit in due:  # order: a refusal leaves the gradients, and nothing half done
             self._check(unit)
-        ranks = self._store.ranks
-        if ranks is not None:
-            names = [f"a gradient of {s.name}" for unit in due for s in unit.segments if s.has_gradient]
-            ranks.check_equal("optimizer.step()", names, "gradients dropped or kept on all ranks alike")
-            ranks.comm_thread.end_first_step()
+        if self._store.ranks is not None:
+            self._check_step(self._store.ranks, due)
         try:
             with engine.schedule.hand_overs():
                 for unit in due:
@@ -318,6 +317,19 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             engine.phase.abandon(f"optimizer.step() failed: {error}")
             raise
         engine.step_ended()
+
+    def _check_step(self, ranks: Ranks, due: Sequence[Unit]) -> None:
+        """Raise UsageError, on all ranks, unless all are about to make the same step; blocks for all of them."""
+        frozen = self._frozen or [self.rule.freeze(group) for group in self.param_groups]
+        lines = [f"hyperparameters {group}" for group in frozen]
+        for unit in due:
+            sources = unit.gradients.sources.items()
+            lines += [
+                f"a gradient of {s.name}, {each.describe()}" for s, each in sources if isinstance(each, SharedGradient)
+            ]
+        advice = "on all ranks the same hyperparameters, and gradients that are dropped, clipped and scaled alike"
+        ranks.check_equal("optimizer.step()", lines, advice)
+        ranks.comm_thread.end_first_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or zero them; sharded parameters have none after ``step``."""

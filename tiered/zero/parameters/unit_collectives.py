@@ -6,10 +6,12 @@ collective that did not end is never used again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import xxhash
 
 from tiered.bytes.arena import Buffer
 from tiered.errors import RankLostError, StepAbandonedError
@@ -208,6 +210,15 @@ class UnitCollectives:
         for ticket in [self.ranks.comm_thread.gather("a moved span", each) for each in whole]:
             ticket.wait()
         return whole
+
+    def check_values(self, what: str, values: Mapping[str, Any]) -> None:
+        """Raise UsageError, on all ranks, unless all give the same ``values``; blocks for all of them."""
+        lines = []
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+                flat: Any = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                lines.append(f"{name}, {tuple(value.shape)}, with the digest {xxhash.xxh3_64_hexdigest(flat)}")
+        self.ranks.check_equal(what, lines, "the same values on all ranks")
 
     def of_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of rank 0's ``tensors``, in ordinary memory, of the same looks on all ranks; blocks."""
