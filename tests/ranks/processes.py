@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,7 +34,9 @@ from tiered.ranks.comm_thread import CommThread
 from tiered.ranks.group import Group
 from tiered.ranks.watch import Watch
 
-__all__ = ["CASES", "LIMIT_S", "Here", "Ranks", "case", "run_once"]
+__all__ = ["CASES", "LIMIT_S", "Here", "Ranks", "StartedRanks", "case", "run_once"]
+
+_ROOT = Path(__file__).parents[2]
 
 LIMIT_S = 60.0  # of one case, on a machine with a load of 12
 CASES: dict[str, Callable[..., Any]] = {}
@@ -178,6 +181,36 @@ class Ranks:
         return self.statuses[rank]
 
 
+class StartedRanks(Ranks):
+    """Ranks that a Python of their own forks, for training: autograd's threads for devices survive no fork.
+
+    ``python`` is the command that starts one, such as a WarmPython's; cases of tests.ranks.training.
+    """
+
+    def __init__(self, world: int, python: str, *, limit_s: float) -> None:
+        self.world, self.limit_s = world, limit_s
+        self._directory = tempfile.TemporaryDirectory(prefix="tiered-")
+        self.statuses: dict[int, int] = {}
+        command = [python, "-m", "tests.ranks.processes", str(world), str(Path(self._directory.name, "store"))]
+        self._processes = [
+            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, bufsize=0)
+            for rank in range(world)
+        ]
+        self.pids = [process.pid for process in self._processes]
+        self._to = [os.dup(process.stdin.fileno()) for process in self._processes if process.stdin]
+        self._from = [os.dup(process.stdout.fileno()) for process in self._processes if process.stdout]
+        self._rest = [b""] * world
+        for process in self._processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.stdout.close()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for rank, process in enumerate(self._processes):
+            process.returncode = self.statuses.get(rank, -signal.SIGKILL)
+
+
 @functools.cache
 def _warm_up() -> None:
     """Run one case in this process, alone: lazy imports would cost each child its own."""
@@ -227,7 +260,21 @@ def _as_interpreter(code: object) -> int:
     return code if isinstance(code, int) else 0
 
 
+def _main() -> None:
+    """Serve as one of StartedRanks: requests come on standard input, results go where standard output was."""
+    from tests.ranks import processes, training  # noqa: F401  # its cases
+
+    world, store, rank = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    out = os.dup(1)
+    os.dup2(2, 1)
+    processes._serve(rank, world, store, 0, out)
+
+
 def run_once(world: int, name: str, **arguments: Any) -> list[Any]:
     """Return the results of one case in a set of its own."""
     with Ranks(world) as ranks:
         return ranks.run(name, **arguments)
+
+
+if __name__ == "__main__":
+    _main()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.pairwise import pairwise
-from tests.ranks.processes import Ranks
+from tests.ranks.processes import Ranks, StartedRanks
 from tests.ranks.training import change, compact_by_one_rank, expected
+from tests.rigs.warm_python import WarmPython
 from tests.test_docs import ROOT, blocks
 
 MODELS = ("gpt", "tied_head", "frozen_part", "unused_parameter", "odd_sizes", "checkpoint_inside_reentrant")
@@ -18,8 +19,8 @@ MODELS = ("gpt", "tied_head", "frozen_part", "unused_parameter", "odd_sizes", "c
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
+def ranks(warm_python: WarmPython) -> Iterator[Ranks]:
+    with StartedRanks(4, warm_python.executable, limit_s=240.0) as ranks:  # the first case imports what training needs
         yield ranks
 
 
