@@ -406,7 +406,7 @@ class Store(TensorMapping):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and self.ranks is not None:
+        if error is not None and self.ranks is not None and self._refusals.service is not Service.FORKED:
             self.ranks.abandon(error, "with tiered.Store")
         try:
             self._close(commit=error is None)
