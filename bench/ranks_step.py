@@ -191,7 +191,9 @@ def main() -> None:
             share = most * world / one[name] if one[name] else 0.0
             print(f"{name} {most / MiB:.1f} MiB ({share:.3f} of one's / N)", end=", ")
         moved = sum(each["read"] + each["written"] for each in seen) / slowest["s"]
-        print(f"{moved / ((one['read'] + one['written']) / one['s']):.2f} times one's bandwidth", end=", ")
+        bandwidth = (one["read"] + one["written"]) / one["s"]
+        times = f"{moved / bandwidth:.2f} times one's bandwidth" if bandwidth else "one moved nothing"
+        print(times, end=", ")
         print(f"{slowest['beyond'] / MiB:.0f} MiB beyond the budget of {slowest['budget'] / MiB:.0f}", end="")
         if world > 1:
             print(f"; {slowest['collectives']:.0f} collectives, {slowest['moved'] / MiB:.1f} MiB, ", end="")

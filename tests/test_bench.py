@@ -180,6 +180,30 @@ def test_way_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_step_runs_tiny(tmp_path: Path, warm_python: WarmPython) -> None:
+    tiny = [
+        "--worlds",
+        "1,2",
+        "--width",
+        "64",
+        "--layers",
+        "2",
+        "--steps",
+        "1",
+        "--limit",
+        "1GiB",
+        "--store",
+        str(tmp_path),
+    ]
+    result, output = run("ranks_step", *tiny, python=warm_python)
+    assert [len(seen) for seen in result["worlds"].values()] == [1, 2], output
+    result, output = run(
+        "ranks_step", "--drive", "--worlds", "1,2", "--nbytes", "64MiB", "--turns", "1", "--store", str(tmp_path),
+        python=warm_python,
+    )  # fmt: skip
+    assert all(row["put"] > 0 for rows in result["drive"].values() for row in rows), output
+
+
 def test_ranks_runs_tiny(warm_python: WarmPython) -> None:
     tiny = ["--nbytes", "1MiB", "--pairs", "1", "--kills", "1", "--worlds", "2", "--kinds", "other unit,one more"]
     result, output = run("ranks", *tiny, python=warm_python)
