@@ -5,44 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tiered.errors import (
-    CapacityError,
-    ClosedError,
-    CorruptionError,
-    DeadlineError,
-    DeviceError,
-    LeaseError,
-    RankLostError,
-    StepAbandonedError,
-    StoreLostError,
-    TieredError,
-    UsageError,
-)
+from tiered.errors import RankLostError, StepAbandonedError, TieredError
 from tiered.ranks.comm_thread import CommThread
 
 __all__ = ["Agreement"]
 
 _NBYTES = 512  # of an outcome: (whether it failed, its text)
 _FAILED, _DONE = b"!", b"."
-_CLASSES: dict[str, type[Exception]] = {
-    each.__name__: each
-    for each in (
-        *(
-            CapacityError,
-            ClosedError,
-            CorruptionError,
-            DeadlineError,
-            DeviceError,
-            LeaseError,
-            RankLostError,
-            StepAbandonedError,
-            StoreLostError,
-            TieredError,
-            UsageError,
-        ),
-        *(ValueError, TypeError, MemoryError),
-    )
-}
+_USUAL = (ValueError, TypeError, MemoryError)
 
 
 class Agreement:
@@ -110,3 +80,12 @@ def _error(word: str, failed: Sequence[tuple[int, str]]) -> Exception:
         f"rank {rank}: {text if name in _CLASSES else f'{name}: {text}'}" for rank, name, _, text in parts
     )
     return _CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
+
+
+def _classes(base: type[Exception]) -> dict[str, type[Exception]]:
+    """Return ``base`` and the classes below it by their names."""
+    below = [found for each in base.__subclasses__() for found in _classes(each).items()]
+    return {base.__name__: base, **dict(below)}
+
+
+_CLASSES = _classes(TieredError) | {each.__name__: each for each in _USUAL}
