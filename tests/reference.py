@@ -222,7 +222,7 @@ def ranks_reference(
         torch.manual_seed(seed)
         models.append(build())
         torch.manual_seed(seed + 1)
-        states.append(torch.get_rng_state())
+        states.append(_generators())
     optimizers, trained = [MasterAdamW(model, recipe) for model in models], Trained()
     sums: dict[str, Tensor] = {}
     for index in range(recipe.num_steps * recipe.num_micro_steps):
@@ -231,11 +231,11 @@ def ranks_reference(
             for model, optimizer in zip(models, optimizers, strict=True):
                 before_step(index // recipe.num_micro_steps, model, optimizer)
         for rank, model in enumerate(models):
-            torch.set_rng_state(states[rank])
+            _set_generators(states[rank])
             value = loss(model, batch(index * world + rank))
             (value / recipe.num_micro_steps).backward()
             trained.losses.append(value.detach().clone())
-            states[rank] = torch.get_rng_state()
+            states[rank] = _generators()
         if exchanges_each or is_last:
             for name, mean in means_of(models, reverses=reverses).items():
                 sums[name] = sums[name] + mean if name in sums else mean
@@ -253,6 +253,18 @@ def ranks_reference(
     return trained
 
 
+def _generators() -> list[Tensor]:
+    """Return the states of the generators, the CPU's first, then that of the accelerator, if there is one."""
+    module = torch.get_device_module()
+    return [torch.get_rng_state(), *([module.get_rng_state()] if torch.accelerator.is_available() else [])]
+
+
+def _set_generators(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.get_device_module().set_rng_state(state)
+
+
 def means_of(models: list[nn.Module], *, reverses: bool = False) -> dict[str, Tensor]:
     """Return the mean gradients of all ``models`` by name, whose own are gone then."""
     means = {}
@@ -260,7 +272,7 @@ def means_of(models: list[nn.Module], *, reverses: bool = False) -> dict[str, Te
         given = [model.get_parameter(name).grad for model in models]
         if any(gradient is not None for gradient in given):
             dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-            total = torch.zeros(first.shape, dtype=dtype)
+            total = torch.zeros(first.shape, dtype=dtype, device=first.device)
             for gradient in reversed(given) if reverses else given:
                 total = total if gradient is None else total + gradient.to(dtype)
             means[name] = (total * torch.tensor(1 / len(models), dtype=dtype)).to(first.dtype)

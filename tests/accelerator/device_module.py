@@ -39,6 +39,7 @@ def device_module(generators: Sequence[torch.Generator], is_enabled: Callable[[]
     module.synchronize = torch.accelerator.synchronize
     module.current_stream = torch.accelerator.current_stream
     module.Stream = lambda device="sim", **options: torch.Stream(device=device, **options)
+    module.stream = lambda stream: stream  # a torch.Stream is a block of its own
     module.Event = lambda **options: torch.Event(device="sim", **options)
     module._initialized = True  # a checkpoint keeps the states of generators of such a device alone
     module._lazy_init = lambda: None  # torch 2.11 synchronizes a device that was initialized by this, and no other

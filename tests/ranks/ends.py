@@ -17,6 +17,7 @@ from tests.ranks.processes import Here, case
 from tiered.bytes.arena import Arena, Buffer, array_type
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import RankLostError
+from tiered.ranks.comm import GlooComm
 from tiered.ranks.comm_thread import CommThread
 
 _kept: list[Any] = []  # by a case for the next one in the same process
@@ -52,6 +53,12 @@ def _stop() -> None:
     time.sleep(0.2)
 
 
+class _Stopping(GlooComm):
+    def exchange(self, *tensors: Any, **how: Any) -> Any:
+        _stop()
+        return super().exchange(*tensors, **how)
+
+
 class _Careless(CommThread):
     """A mutant: buffers of a collective that ran out are given back."""
 
@@ -70,12 +77,12 @@ def meet_a_stopped_rank(send: Any, *, is_careless: bool, kind: str) -> dict[str,
     whole = on(buffer)
     whole.fill_(here.rank + 1)
     stops = here.rank == here.world - 1
-    ready = _stop if stops else None
     if kind == "gather":
-        ticket = here.thread.gather("u0", whole, ready=ready, owner=buffer)
+        ticket = here.thread.gather("u0", whole, ready=_stop if stops else None, owner=buffer)
     else:
         sent = torch.full((nbytes,), here.rank + 1, dtype=torch.uint8)
-        ticket = here.thread.exchange("u0", sent, received=whole, ready=ready, owner=buffer)
+        here.thread.comm = _Stopping(here.group) if stops else here.thread.comm
+        ticket = here.thread.exchange("u0", sent, received=whole, owner=buffer)
     error: Any = None
     try:
         ticket.wait()

@@ -16,6 +16,8 @@ __all__ = ["OnlyIn", "ScriptedComm", "ScriptedMoving", "ScriptedWatch"]
 class ScriptedMoving:
     """A collective that ends when ``gate`` is open; its first wait fails if ``fails`` is true."""
 
+    event = None
+
     def __init__(self, gate: threading.Event, messages: list[bytes], *, fails: bool) -> None:
         self.buffers: Sequence[torch.Tensor] = ()
         self.messages = messages

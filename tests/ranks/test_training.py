@@ -84,6 +84,54 @@ def test_collectives_are_counted(stage: int, num: int, update: str, ranks: Ranks
         assert each["stored"] <= each["state"] * 1.1 + (64 << 10) * units
 
 
+@pairwise(
+    model=("gpt", "odd_sizes", "frozen_part", "unused_parameter", "checkpoint_inside_reentrant"),
+    kind=("gloo", "sim_collectives"),
+    world=("2", "3"),
+    dtype=("fp32", "bf16"),
+    update=("step", "backward"),
+    budget=("roomy", "smallest"),
+    num=("1", "2"),
+    stage=("1", "2", "3"),
+    update_on=("cpu", "device"),
+)
+def test_bits_on_a_compute_device(
+    model: str, kind: str, world: str, dtype: str, update: str, budget: str, num: str, stage: str, update_on: str,
+    ranks: Ranks,
+) -> None:  # fmt: skip
+    options = {"model": model, "world": int(world), "dtype": dtype, "update": update, "num_micro_steps": int(num)}
+    how = {"budget": budget, "stage": int(stage), "update_on": update_on, "kind": kind}
+    found = ranks.run("train", **options, **how, device="sim")
+    assert_same(found, ranks.run("expect_on_sim", **options)[0])
+
+
+@pytest.mark.parametrize("kind", ["gloo", "sim_collectives"])
+def test_bits_on_a_compute_device_with_clipping(kind: str, ranks: Ranks) -> None:
+    options: dict[str, Any] = {"model": "gpt", "world": 2, "dtype": "fp32", "update": "step", "max_norm": 0.4}
+    for clips_by_torch in (False, True):
+        found = ranks.run("train", **options, device="sim", kind=kind, clips_by_torch=clips_by_torch)
+        pieces = [each["pieces"] for each in found[:2]]
+        assert_same(found, ranks.run("expect_on_sim", **options, pieces=pieces)[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_copies_to_a_compute_device_are_counted(stage: int, update: str, ranks: Ranks) -> None:
+    for kind in ("gloo", "sim_collectives"):
+        for each in ranks.run("count", world=2, stage=stage, update=update, num_micro_steps=1, kind=kind)[:2]:
+            num, whole = (2 if stage == 3 else 1), each["whole"]
+            assert (each["gather"], each["exchange"]) == (num * each["units"], each["units"])
+            staged = [num * whole, whole]  # whole units come in by DRAM, and whole gradients leave
+            assert each["copied"] == (staged if kind == "gloo" else [nbytes // 2 for nbytes in staged])
+
+
+@pytest.mark.parametrize("mutant", ["mark", "moved", "use"])
+def test_a_missing_wait_for_a_collective_of_a_device_is_a_race(mutant: str, ranks: Ranks) -> None:
+    options = {"model": "gpt", "world": 2, "dtype": "fp32", "update": "step"}
+    with pytest.raises(AssertionError, match="no event orders it after"):
+        ranks.run("train", **options, device="sim", kind="sim_collectives", mutant=mutant)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bits_with_parts_that_are_frozen_written_and_trained_again(dtype: str, ranks: Ranks) -> None:
     found = ranks.run("unfreeze", world=3, dtype=dtype)

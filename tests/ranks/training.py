@@ -7,7 +7,7 @@ import dataclasses
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,26 +18,37 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
+from tests.accelerator import simulated
+from tests.accelerator.registrar import SimulatedRegistrar
+from tests.accelerator.training import case_on
 from tests.models import CASES, Case
+from tests.ranks import device_group
 from tests.ranks.processes import case
 from tests.reference import MasterAdamW, Recipe, Trained, means_of, ranks_reference
 from tests.zero.training import SEED, Session, budget_named_in, start
+from tiered.bytes import pinned_arena
+from tiered.bytes.pinned_arena import add_registrar
 from tiered.errors import CapacityError
+from tiered.ranks.comm import GlooComm
+from tiered.zero.gradients.exchange import ShardGradient
+from tiered.zero.parameters.gather_slots import DeviceSlots
 
 __all__ = ["change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
 
-_groups: dict[int, Any] = {}  # of the first ranks, by their number
+_groups: dict[tuple[int, str], Any] = {}  # of the first ranks, by their number and its kind
 
 
 def recipe_of(dtype: str, **options: Any) -> Recipe:
     return Recipe(param_dtype=None if dtype == "fp32" else torch.bfloat16, num_steps=3, **options)
 
 
-def group_of(world: int) -> Any:
+def group_of(world: int, kind: str = "gloo") -> Any:
     """Return the group of the first ``world`` ranks; all ranks of the set call this alike."""
-    if world not in _groups:
-        _groups[world] = dist.new_group(list(range(world)))
-    return _groups[world]
+    if (world, kind) not in _groups:
+        _groups[world, kind] = group = dist.new_group(list(range(world)))
+        if kind != "gloo":
+            device_group.serve(group, "sim", kind)
+    return _groups[world, kind]
 
 
 def over_ranks(zoo: Case, rank: int, world: int) -> Case:
@@ -58,25 +69,76 @@ def train(
     max_norm: float | None = None,
     state: str = "exact",
     clips_by_torch: bool = False,
+    device: str = "cpu",
+    kind: str = "gloo",
+    mutant: str = "",
     **options: Any,
 ) -> Any:
-    """Train; return digests of everything and this rank's pieces; None on ranks that take no part."""
-    group = group_of(world)
+    """Train; return digests of everything and this rank's pieces; None on ranks that take no part.
+
+    ``mutant``: a method of DeviceSlots that does nothing.
+    """
+    group = group_of(world, kind)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
     recipe = dataclasses.replace(recipe, adamw=recipe.adamw | {"state": state})
     nbytes = 64 << 20
-    if budget == "smallest":
-        try:
-            _train(model, group, recipe, update, 8 << 20, options)
-        except CapacityError as error:
-            nbytes = budget_named_in(error)
     with contextlib.ExitStack() as stack:
+        if device == "sim":
+            stack.enter_context(_on_sim())
+        if mutant:
+            stack.enter_context(mock.patch.object(DeviceSlots, mutant, lambda *arguments: None))
+        options["device"] = device
+        if budget == "smallest":
+            try:
+                _train(model, group, recipe, update, 8 << 20, options)
+            except CapacityError as error:
+                nbytes = budget_named_in(error)
         if clips_by_torch:
             stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", _clip_by_torch))
         trained, pieces = _train(model, group, recipe, update, nbytes, options)
-    return {"digests": digests_of(trained), "pieces": pieces}
+        found = {"digests": digests_of(trained), "pieces": pieces}
+        del trained  # lifetime: a simulated device ends here
+    return found
+
+
+@contextlib.contextmanager
+def _on_sim() -> Iterator[None]:
+    """Enable the simulated device; races fail the case."""
+    simulated.enable()
+    simulated.guard_pinned()
+    add_registrar("sim", SimulatedRegistrar())
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(pinned_arena, "PIECE_NBYTES", 1 << 20))
+            # What autograd's thread has waited for is known to the training thread as the backward returns.
+            add, take = ShardGradient.add, ShardGradient.take
+            told = {
+                "add": lambda shard, *sums: (add(shard, *sums), simulated.hand_over(id(shard)))[0],
+                "take": lambda shard: (simulated.take_over(id(shard)), take(shard))[1],
+            }
+            for name, method in told.items():
+                stack.enter_context(mock.patch.object(ShardGradient, name, method))
+            for name in ("gather", "exchange"):
+                stack.enter_context(mock.patch.object(GlooComm, name, _using_pages(getattr(GlooComm, name))))
+            yield
+        found = simulated.races()
+        assert not found, found[:6]
+    finally:
+        simulated.disable()
+
+
+def _using_pages(move: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``move``, whose sockets read and write closed pages: no signal opens these for the kernel."""
+
+    def moving(comm: GlooComm, *tensors: Any, **how: Any) -> Any:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel():
+                simulated.use_pages(tensor.data_ptr(), tensor.data_ptr() + tensor.numel(), write=True)
+        return move(comm, *tensors, **how)
+
+    return moving
 
 
 def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
@@ -86,13 +148,15 @@ def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
 def _train(
     model: str, group: Any, recipe: Recipe, update: str, nbytes: int, options: dict[str, Any]
 ) -> tuple[Trained, dict[str, tuple[int, int]]]:
-    zoo = over_ranks(CASES[model], group.rank(), group.size())
+    device, device_memory = options.get("device", "cpu"), options.pop("device_memory", None)
+    zoo = over_ranks(CASES[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(
-            directory, dram=nbytes * group.size(), durable=False, process_group=group, rank_deadline=30
+            directory, dram=nbytes * group.size(), durable=False, process_group=group, rank_deadline=30,
+            device_memory=device_memory,
         ) as store,
-    ):
+    ):  # fmt: skip
         session: Session = start(zoo, recipe, store, update, seed=SEED, **options)
         segments = [parameter.segment for parameter in session.model.parameters()]  # type: ignore[union-attr]
         return session.run(), {each.name: (each.stretch.start, each.stretch.stop) for each in segments}
@@ -108,10 +172,12 @@ def expected(
     max_norm: float | None = None,
     pieces: list[dict[str, tuple[int, int]]] | None = None,
     reverses: bool = False,
+    device: str = "cpu",
     before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
-    zoo, recipe = CASES[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    zoo = CASES[model] if device == "cpu" else case_on(device, model)
+    recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
     bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: how a sum is divided among threads shows in its bits
@@ -131,6 +197,15 @@ def expected(
     ]
 
 
+@case
+def expect_on_sim(send: Callable[[Any], None], **options: Any) -> Any:
+    """Return ``expected`` on the simulated device, whose attention is another than the CPU's."""
+    if dist.get_rank():
+        return None
+    with _on_sim():
+        return expected(**options, device="sim")
+
+
 def digests_of(trained: Trained) -> dict[str, str]:
     """Return a digest of the bytes of each tensor in ``trained``, but for buffers, and the numbers of updates."""
     tensors: dict[str, Tensor] = {f"loss {n}": loss for n, loss in enumerate(trained.losses)}
@@ -140,7 +215,7 @@ def digests_of(trained: Trained) -> dict[str, str]:
     tensors |= {f"masters {name}": trained.masters[name] for name in trained.masters if name in trained.parameters}
     found = {}
     for key, value in tensors.items():
-        flat = value.detach().contiguous().view(-1)
+        flat = value.detach().cpu().contiguous().view(-1)
         found[key] = xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy()) if flat.numel() else ""
     return found | {f"updates of {name}": str(num) for name, num in trained.num_updates.items()}
 
@@ -184,13 +259,28 @@ def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]
 
 
 @case
-def count(send: Callable[[Any], None], *, world: int, stage: int, update: str, num_micro_steps: int) -> Any:
-    """Train three steps at the smallest budget; return the collectives of the last one by their kinds, and bytes."""
-    group = group_of(world)
+def count(
+    send: Callable[[Any], None], *, world: int, stage: int, update: str, num_micro_steps: int, kind: str = ""
+) -> Any:
+    """Train three steps at the smallest budget; return the collectives of the last one by their kinds, and bytes.
+
+    On the simulated device with ``kind``, that of the collectives there.
+    """
+    group = group_of(world, kind or "gloo")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    recipe, nbytes = recipe_of("fp32", num_micro_steps=num_micro_steps), 8 << 20
-    zoo = over_ranks(CASES["gpt"], group.rank(), world)
+    recipe = recipe_of("fp32", num_micro_steps=num_micro_steps)
+    if kind:
+        with _on_sim():
+            return _count_at_smallest(
+                case_on("sim", "gpt"), recipe, group, update, stage, device="sim", update_on="cpu"
+            )
+    return _count_at_smallest(CASES["gpt"], recipe, group, update, stage)
+
+
+def _count_at_smallest(model: Case, recipe: Recipe, group: Any, update: str, stage: int, **options: Any) -> Any:
+    world, nbytes = group.size(), 8 << 20
+    zoo = over_ranks(model, group.rank(), world)
     while True:
         try:
             with (
@@ -199,7 +289,7 @@ def count(send: Callable[[Any], None], *, world: int, stage: int, update: str, n
                     directory, dram=nbytes * world, durable=False, process_group=group, rank_deadline=30
                 ) as store,
             ):
-                return _count(start(zoo, recipe, store, update, hold=0, stage=stage))
+                return _count(start(zoo, recipe, store, update, hold=0, stage=stage, **options))
         except CapacityError as error:
             nbytes = budget_named_in(error)
 
@@ -214,10 +304,11 @@ def _count(session: Session) -> Any:
     session.run_step(0)
     session.run_step(1)
     kinds.clear()
-    before = ranks.comm_thread.statistics().moved_bytes
+    before, before_copied = ranks.comm_thread.statistics().moved_bytes, _copied(units[0].tier)
     session.run_step(2)
     moved = ranks.comm_thread.statistics().moved_bytes - before
-    slots = units[0].comm.slots
+    copied = [after - each for after, each in zip(_copied(units[0].tier), before_copied, strict=True)]
+    slots = units[0].comm.dram_slots
     slots._look()
     stored = session.store.statistics().used_bytes
     return {
@@ -228,8 +319,14 @@ def _count(session: Session) -> Any:
         "gradients": sum(unit.gradient_nbytes for unit in units),
         "shown": len(slots._shown),
         "stored": stored,
+        "copied": copied,
         "state": sum(3 * unit.layout.shard_nbytes for unit in units),  # fp32: the parameter and two moments
     }
+
+
+def _copied(tier: Any) -> list[int]:
+    """Return the bytes that were copied to the compute device and back."""
+    return [0, 0] if tier.computes_in_dram else [tier.copies.in_bytes, tier.copies.out_bytes]
 
 
 # -- loops that differ from rank to rank -------------------------------------------------------------------------------

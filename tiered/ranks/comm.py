@@ -1,7 +1,7 @@
 """Comm: the collectives that a unit's bytes go through, each begun and then waited for in slices.
 
-GlooComm is for the CPU, DeviceComm for an accelerator that torch has collectives for, StagedComm for one without; a
-single rank has NullComm. The ranks have agreed before each of them: comm_thread.py.
+GlooComm is for the CPU, DeviceComm for an accelerator that torch has collectives for; a single rank has NullComm. The
+ranks have agreed before each of them: comm_thread.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tiered.ranks.group import Group
 
-__all__ = ["Comm", "DeviceComm", "GlooComm", "Moving", "NullComm", "StagedComm", "Telling", "check_bytes"]
+__all__ = ["Comm", "DeviceComm", "GlooComm", "Moving", "NullComm", "Telling", "check_bytes"]
 
 _LEAST_WAIT_S = 0.001  # torch takes 0 for "no limit"
 _POLL_S = 0.0005  # between two looks at an event, which has no wait with a limit
@@ -29,6 +29,11 @@ class Moving(Protocol):
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
         """The tensors that the collective reads and writes until ``wait`` has returned True."""
+        ...
+
+    @property
+    def event(self) -> object:
+        """The event of the compute device behind the bytes there; None in DRAM."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -117,6 +122,8 @@ class _GlooWorks:
 
     __slots__ = ("_works", "buffers")
 
+    event = None
+
     def __init__(self, works: Sequence[Any], buffers: Sequence[torch.Tensor]) -> None:
         self._works = works
         self.buffers = buffers
@@ -190,14 +197,14 @@ class GlooComm:
 class _Arrival:
     """A collective of an accelerator, and the event in a stream that has waited for it."""
 
-    __slots__ = ("_event", "_work", "buffers")
+    __slots__ = ("_work", "buffers", "event")
 
     def __init__(self, event: Any, work: Any, buffers: Sequence[torch.Tensor]) -> None:
-        self._event, self._work, self.buffers = event, work, buffers
+        self.event, self._work, self.buffers = event, work, buffers
 
     def wait(self, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
-        while not self._event.query():
+        while not self.event.query():
             if time.monotonic() >= end:
                 return False
             time.sleep(_POLL_S)
@@ -212,11 +219,17 @@ class DeviceComm(GlooComm):
     event. When that event has come, all bytes are there for every stream and for the CPU.
     """
 
-    __slots__ = ("_collectives", "_module", "_stream")
+    __slots__ = ("_collectives", "_data", "_module", "_stream")
 
-    def __init__(self, group: Group, device: torch.device, *, module: Any = None, collectives: Any = dist) -> None:
-        """``module`` has the device's streams (default: torch's own of ``device``), ``collectives`` torch's names."""
+    def __init__(
+        self, group: Group, data: Any, device: torch.device, *, module: Any = None, collectives: Any = dist
+    ) -> None:
+        """``data``: torch's group that serves ``device``, of the ranks of ``group``.
+
+        ``module`` has the device's streams (default: torch's own of ``device``), ``collectives`` torch's names.
+        """
         super().__init__(group)
+        self._data = data
         self._module = torch.get_device_module(device) if module is None else module
         self._collectives = collectives
         self._stream = self._module.Stream(device)
@@ -232,12 +245,12 @@ class DeviceComm(GlooComm):
         mine = whole.view(self.world, -1)[self.rank]
         names = self._collectives  # torch 2.11 has the second name only
         gathering = getattr(names, "all_gather_single", None) or names.all_gather_into_tensor
-        return self._issue(lambda: gathering(whole, mine, group=self._group.data, async_op=True), after, (whole,))
+        return self._issue(lambda: gathering(whole, mine, group=self._data, async_op=True), after, (whole,))
 
     def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
         """Send piece r of ``send``, on the device, to rank r; piece r of ``received`` is rank r's."""
         exchanging = self._collectives.all_to_all_single
-        begin = lambda: exchanging(received, send, group=self._group.data, async_op=True)  # noqa: E731
+        begin = lambda: exchanging(received, send, group=self._data, async_op=True)  # noqa: E731
         return self._issue(begin, after, (send, received))
 
     def _issue(self, begin: Callable[[], Any], after: object, buffers: Sequence[torch.Tensor]) -> Moving:
@@ -249,61 +262,3 @@ class DeviceComm(GlooComm):
             event = self._module.Event()
             event.record(self._stream)
         return _Arrival(event, work, buffers)
-
-
-class _Staged:
-    """A collective in DRAM, and the copy to the device that ends it."""
-
-    __slots__ = ("_copy_in", "_moving", "buffers")
-
-    def __init__(self, moving: Moving, copy_in: Callable[[], object], buffers: Sequence[torch.Tensor]) -> None:
-        self._moving, self._copy_in = moving, copy_in
-        self.buffers = (*moving.buffers, *buffers)
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self._moving.wait(timeout_s):
-            return False
-        self._copy_in()
-        return True
-
-
-class StagedComm(GlooComm):
-    """Collectives between accelerators that torch has none for: through buffers in DRAM, and gloo.
-
-    The caller lends ``sending`` and ``receiving``, (nbytes,) uint8 in page-locked DRAM and as large as the largest
-    tensor, for as long as this is used. A copy begins when the fence of the bytes has come; copies block.
-    """
-
-    __slots__ = ("_device", "_receiving", "_sending")
-
-    def __init__(self, group: Group, sending: torch.Tensor, receiving: torch.Tensor, *, device: torch.device) -> None:
-        super().__init__(group)
-        self._sending, self._receiving, self._device = sending, receiving, device
-
-    def fence(self) -> object:
-        """Return an event behind all that the calling thread's current stream has enqueued."""
-        if self._device.type == "cpu":
-            return None
-        event = torch.Event(self._device)
-        event.record()
-        return event
-
-    def gather(self, whole: torch.Tensor, after: object = None) -> Moving:
-        """Send the own piece of ``whole``, on the device, to all, and receive the others."""
-        _come(after)
-        there = self._receiving[: whole.numel()]
-        there.view(self.world, -1)[self.rank].copy_(whole.view(self.world, -1)[self.rank])
-        return _Staged(super().gather(there), lambda: whole.copy_(there), (whole,))
-
-    def exchange(self, send: torch.Tensor, received: torch.Tensor, *, after: object = None) -> Moving:
-        """Send piece r of ``send``, on the device, to rank r; piece r of ``received`` is rank r's."""
-        _come(after)
-        ours, theirs = self._sending[: send.numel()], self._receiving[: received.numel()]
-        ours.copy_(send)
-        return _Staged(super().exchange(ours, theirs), lambda: received.copy_(theirs), (send, received))
-
-
-def _come(event: Any) -> None:
-    """Block until the event has come."""
-    if event is not None:
-        event.synchronize()

@@ -59,14 +59,15 @@ class CommStatistics:
 class _Task:
     """A collective that was asked for; ``begin`` issues it, and None moves no bytes but the agreement's."""
 
-    __slots__ = ("begin", "buffers", "digest", "number", "owner", "payload", "ready", "text", "ticket")
+    __slots__ = ("after", "begin", "buffers", "digest", "number", "owner", "payload", "ready", "text", "ticket")
 
-    def __init__(self, text: str, begin: Callable[[Comm], Moving] | None, buffers: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, text: str, begin: Callable[[], Moving] | None, buffers: tuple[torch.Tensor, ...]) -> None:
         self.text = text
         self.begin = begin
         self.buffers = buffers
         self.payload: bytes | None = None  # told to all ranks after the agreement, as long on each
         self.ready: Callable[[], object] | None = None
+        self.after: object = None  # an event of the compute device behind the own bytes
         self.owner: object = None
         self.number = 0
         self.digest = b""  # of all that was asked for up to here
@@ -83,7 +84,7 @@ class Ticket:
     collective goes on, and after one that ran out other ranks may write into them until the process ends.
     """
 
-    __slots__ = ("_comm_thread", "_end", "error", "is_over", "is_quarantined", "task", "told")
+    __slots__ = ("_comm_thread", "_end", "error", "event", "is_over", "is_quarantined", "task", "told")
 
     def __init__(self, comm_thread: CommThread, task: _Task) -> None:
         self._comm_thread = comm_thread
@@ -94,6 +95,7 @@ class Ticket:
         self.is_quarantined = False
         self.error: Exception | None = None
         self.told: tuple[bytes, ...] = ()  # the payload of each rank
+        self.event: object = None  # behind the bytes on a compute device
 
     @property
     def frees_buffers(self) -> bool:
@@ -148,6 +150,7 @@ class CommThread:
         interpreter a rank with a collective under way leaves by ``os._exit(75)``. Raises CapacityError.
         """
         self.comm = comm
+        self.on_device: Comm | None = None  # for tensors of the compute device
         self.watch = watch
         self._deadline_s = deadline_s
         self._factor = FIRST_STEP_FACTOR
@@ -179,18 +182,23 @@ class CommThread:
         *,
         payload: bytes = b"",
         ready: Callable[[], object] | None = None,
+        after: object = None,
         owner: object = None,
     ) -> Ticket:
         """Ask for the pieces of ``unit`` of all ranks in ``whole``, (nbytes,) uint8; does not block.
 
         The own piece lies at its place in it when ``ready``, which the comm thread calls after the agreement, has
         returned. ``payload``, as long on all ranks, goes to all before: ``Ticket.wait`` returns that of each rank.
+        On a compute device the bytes are there after the event ``after``, None: after all of the current stream; or
+        after the event that ``ready`` returns.
         ``whole`` is in use until ``Ticket.frees_buffers``; ``owner`` is what ``close`` returns in its place
         if it never is. Raises ValueError for another tensor, ClosedError, and the failure of an earlier collective.
         """
         check_bytes(self.comm.world, whole)
-        fence = self.comm.fence()
-        task = _Task(f"gather of {unit} ({whole.numel()} bytes)", lambda comm: comm.gather(whole, fence), (whole,))
+        comm = self._comm_of(whole)
+        task = _Task(f"gather of {unit} ({whole.numel()} bytes)", None, (whole,))
+        task.after = comm.fence() if after is None and ready is None else after
+        task.begin = lambda: comm.gather(whole, task.after)
         task.payload, task.ready, task.owner = payload or None, ready, owner
         return self._ask(task)
 
@@ -201,22 +209,23 @@ class CommThread:
         *,
         received: torch.Tensor,
         payload: bytes = b"",
-        ready: Callable[[], object] | None = None,
+        after: object = None,
         owner: object = None,
     ) -> Ticket:
         """Ask for piece r of ``send`` to go to rank r, and that of rank r to come in ``received``; does not block.
 
-        Both are (nbytes,) uint8, and in use until ``Ticket.frees_buffers``. ``send`` is complete when ``ready`` has
-        returned. ``payload`` and errors are as with ``gather``.
+        Both are (nbytes,) uint8, and in use until ``Ticket.frees_buffers``. ``payload``, ``after`` and errors are as
+        with ``gather``.
         """
         check_bytes(self.comm.world, send, received)
-        fence = self.comm.fence()
+        comm = self._comm_of(send)
+        fence = comm.fence() if after is None else after
         task = _Task(
             f"exchange of {unit} ({send.numel()} bytes)",
-            lambda comm: comm.exchange(send, received, after=fence),
+            lambda: comm.exchange(send, received, after=fence),
             (send, received),
         )
-        task.payload, task.ready, task.owner = payload or None, ready, owner
+        task.payload, task.owner = payload or None, owner
         return self._ask(task)
 
     def agree(self, word: str, payload: bytes) -> Ticket:
@@ -291,6 +300,9 @@ class CommThread:
 
     # Below: asking
 
+    def _comm_of(self, tensor: torch.Tensor) -> Comm:
+        return self.comm if self.on_device is None or tensor.device.type == "cpu" else self.on_device
+
     def _ask(self, task: _Task) -> Ticket:
         self._process.check("the comm thread")
         with self._lock:
@@ -350,7 +362,8 @@ class CommThread:
             self._words.append(task.text)
             self.watch.note_end_of(task.number)
             assert task.ticket is not None
-            task.begin, task.buffers, task.owner = None, (), None  # lifetime: the caller's again, as the ticket ends
+            # Lifetime: the buffers are the caller's again, as the ticket ends.
+            task.begin, task.ready, task.buffers, task.owner = None, None, (), None
             task.ticket._finish(None)
 
     def _next(self) -> _Task | None:
@@ -369,7 +382,7 @@ class CommThread:
         if any(told != message for told in self._told(message, task, "agreement")):
             self._depart(task)
         if task.ready is not None:
-            task.ready()
+            task.after = task.ready()
         if task.payload is not None:
             task.ticket.told = self._told(task.payload, task, "payload")
         if task.begin is not None:
@@ -378,12 +391,14 @@ class CommThread:
     def _told(self, message: bytes, task: _Task, stage: str) -> tuple[bytes, ...]:
         return tuple(self._through(lambda: self.comm.tell(message), task, stage).messages)
 
-    def _move(self, task: _Task, begin: Callable[[Comm], Moving]) -> None:
+    def _move(self, task: _Task, begin: Callable[[], Moving]) -> None:
         try:
-            self._through(lambda: begin(self.comm), task, "moving bytes")
+            moving = self._through(begin, task, "moving bytes")
         except BaseException:
             self._quarantine(task)
             raise
+        assert task.ticket is not None
+        task.ticket.event = moving.event
         self._moved_bytes += task.buffers[0].numel()
 
     def _through(self, begin: Callable[[], _M], task: _Task, stage: str) -> _M:

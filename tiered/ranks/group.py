@@ -52,56 +52,80 @@ class Group:
     """Several ranks and four torch groups of their own: data, control, commit, watch.
 
     Nothing is ever issued on the caller's group; only its store is used, to find each other. Each of the four serves
-    one thread alone, since two threads that issue on one group mix their bytes without an error. Control, commit and
-    watch are gloo groups, also beside a caller's group that has no device for the CPU; data is the caller's kind where
-    that serves the compute device. Those of gloo are no groups that torch knows by name: ``destroy_process_group()``
-    of the caller leaves them alone, and they end with the last object that refers to this.
+    one thread alone, since two threads that issue on one group mix their bytes without an error. The four are gloo
+    groups, also beside a caller's group that has no device for the CPU, and no groups that torch knows by
+    name: ``destroy_process_group()`` of the caller leaves them alone, and they end with the last object that refers to
+    this. ``on_device`` makes a fifth, of the caller's kind, for a compute device that this serves.
 
     ``rank`` and ``world`` are those of the caller's group, ``local_rank`` and ``local_world`` count the ranks that run
     under the same boot of a machine. ``deadline_s`` is in seconds.
     """
 
     __slots__ = (
-        "_name", "_store", "commit", "control", "data", "deadline_s", "local_rank", "local_world",
+        "_caller", "_name", "_store", "commit", "control", "data", "deadline_s", "local_rank", "local_world",
         "rank", "watch", "world",
     )  # fmt: skip
 
-    def __init__(self, caller: dist.ProcessGroup, deadline_s: float, device_kind: str | None) -> None:
-        """Make the groups, with all ranks of ``caller``; ``device_kind`` is torch's word for the data group's, or None.
-
-        ``Group.of`` is the call for it.
-        """
+    def __init__(self, caller: dist.ProcessGroup, deadline_s: float) -> None:
+        """Make the groups, with all ranks of ``caller``; ``Group.of`` is the call for it."""
+        self._caller = caller
         self.rank, self.world = caller.rank(), caller.size()
         self.deadline_s = deadline_s
         self._store = _store_of(caller)
         self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
         self._meet()
-        timeout = timedelta(seconds=FIRST_STEP_FACTOR * deadline_s + _LATER_S)
-        self.control = self._new("control", timeout)
-        self.commit = self._new("commit", timeout)
+        self.control = self._new("control", self._timeout)
+        self.commit = self._new("commit", self._timeout)
         self.watch = self._new("watch", _WATCH_DEADLINE)
-        self.data = self._new("data", timeout) if device_kind is None else _on_device(caller, device_kind, timeout)
+        self.data = self._new("data", self._timeout)
         ids = self._boot_ids()
         here = [rank for rank, each in enumerate(ids) if each == ids[self.rank]]
         self.local_rank, self.local_world = here.index(self.rank), len(here)
 
     @classmethod
-    def of(
-        cls, process_group: object = None, *, deadline_s: float = 600.0, device: torch.device | None = None
-    ) -> Group | NullGroup:
+    def of(cls, process_group: object = None, *, deadline_s: float = 600.0) -> Group | NullGroup:
         """Return the group of the ranks of ``process_group``; NullGroup where that is one rank. Blocks for all of them.
 
         ``process_group`` is None (the default group if ``torch.distributed`` is initialised, else one rank), False
-        (one rank), a group, or a DeviceMesh of one dimension. ``device`` is where the model computes (None: the CPU),
-        ``deadline_s`` the seconds that a wait for another rank may last. All ranks call this in the same order as
-        their other calls that make groups. Raises UsageError for a mesh of more dimensions, for a group without this
-        rank, and where nothing is initialised; TypeError; RankLostError where a rank does not come within three
-        times the deadline.
+        (one rank), a group, or a DeviceMesh of one dimension. ``deadline_s``: the seconds that a wait for another rank
+        may last. All ranks call this in the same order as their other calls that make groups. Raises UsageError for a
+        mesh of more dimensions, for a group without this rank, and where nothing is initialised; TypeError;
+        RankLostError where a rank does not come within three times the deadline.
         """
         caller = _caller_of(process_group)
         if caller is None or caller.size() == 1:
             return NullGroup()
-        return cls(caller, deadline_s, _device_kind(caller, device))
+        return cls(caller, deadline_s)
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=FIRST_STEP_FACTOR * self.deadline_s + _LATER_S)
+
+    def num_known(self) -> int:
+        """Return how many of torch's groups this process knows."""
+        return len(_torch.distributed_c10d._world.pg_names)
+
+    def on_device(self, device: torch.device, num_known: int) -> Any:
+        """Return a group of torch's for ``device``, of the caller's kind; None where that has none but gloo.
+
+        ``num_known``: the most groups that one of the ranks knows. All ranks call this together; it blocks for them.
+        """
+        kind = _device_kind(self._caller, device)
+        if kind is None:
+            return None
+        ranks = dist.get_process_group_ranks(self._caller)
+        if len(ranks) == dist.get_world_size():
+            return outside(dist.new_group, ranks, timeout=self._timeout, backend=kind)
+        # torch names a group of a part of the ranks by the number of groups that a process knows, and waits for ever
+        # where that differs from rank to rank.
+        known = _torch.distributed_c10d._world.pg_names
+        others = {object(): "" for _ in range(num_known - len(known))}
+        known.update(others)
+        try:
+            return outside(dist.new_group, ranks, timeout=self._timeout, backend=kind, use_local_synchronization=True)
+        finally:
+            for each in others:
+                del known[each]
 
     def _meet(self) -> None:
         """Wait until all ranks have come here: gloo, which waits for them too, names none and hears no interrupt."""
@@ -131,8 +155,7 @@ class Group:
             ) from error
 
     def _new(self, what: str, timeout: timedelta) -> Any:  # torch's stubs of its groups lack most of their methods
-        # torch's new_group names a group of a part of the ranks by the number of groups that each process knows, and
-        # waits for ever where that differs. This name is the same wherever the caller's group is.
+        # This name is the same wherever the caller's group is; see on_device for torch's.
         store = _torch.PrefixStore(f"{self._name}/{what}", self._store)
         limit = timedelta(seconds=min(_CONNECT_S, FIRST_STEP_FACTOR * self.deadline_s))
         try:
@@ -192,13 +215,6 @@ def _store_of(caller: Any) -> Any:
     return _torch.PrefixStore(caller.group_name, _torch.distributed_c10d._get_default_store())
 
 
-def _on_device(caller: dist.ProcessGroup, kind: str, timeout: timedelta) -> Any:
-    """Return a new group of torch's for the ranks of ``caller``, of the ``kind`` that serves the compute device."""
-    ranks = dist.get_process_group_ranks(caller)
-    is_part = len(ranks) < dist.get_world_size()
-    return outside(dist.new_group, ranks, timeout=timeout, backend=kind, use_local_synchronization=is_part)
-
-
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -213,10 +229,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def _device_kind(caller: dist.ProcessGroup, device: torch.device | None) -> str | None:
+def _device_kind(caller: dist.ProcessGroup, device: torch.device) -> str | None:
     """Return torch's word for what serves ``device`` in the caller's group; None where gloo does, or nothing."""
-    if device is None or device.type == "cpu":
-        return None
     pairs = (each.partition(":") for each in dist.get_backend_config(caller).split(","))
     kind = {where: kind for where, _, kind in pairs}.get(device.type)
     return None if kind in (None, "gloo") else kind

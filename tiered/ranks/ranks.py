@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from tiered.bytes.arena import Arena, Buffer
 from tiered.errors import UsageError
 from tiered.ranks.agreement import Agreement
-from tiered.ranks.comm import GlooComm
+from tiered.ranks.comm import DeviceComm, GlooComm
 from tiered.ranks.comm_thread import CommThread
 from tiered.ranks.group import Group
 from tiered.ranks.watch import Watch, words_of
@@ -28,6 +30,7 @@ class Ranks:
 
     def __init__(self, group: Group) -> None:
         """Start the threads of this rank; blocks. Raises CapacityError."""
+        self._group = group
         self.rank, self.world = group.rank, group.world
         self.local_rank, self.local_world = group.local_rank, group.local_world
         self._watch = Watch(group)
@@ -43,6 +46,17 @@ class Ranks:
         """Return the ranks of ``process_group`` (see ``Group.of``); None where there is one. Blocks for all of them."""
         group = Group.of(process_group, deadline_s=deadline_s)
         return cls(group) if isinstance(group, Group) else None
+
+    def move_on(self, device: torch.device) -> bool:
+        """Have tensors of ``device`` move by its own collectives; return False where the ranks' group has none.
+
+        All ranks call this together; it blocks for them.
+        """
+        num_known = -self.least("groups of torch", lambda: -self._group.num_known())
+        data = self._group.on_device(device, num_known)
+        if data is not None:
+            self.comm_thread.on_device = DeviceComm(self._group, data, device)
+        return data is not None
 
     def abandon(self, error: BaseException, what: str) -> None:
         """This rank has failed in ``what``: the others raise StepAbandonedError, and nothing moves any more."""

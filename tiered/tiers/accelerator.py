@@ -16,7 +16,7 @@ from tiered.errors import UsageError
 from tiered.stats import ComputeDeviceStatistics
 from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer, UpdatePlace
-from tiered.tiers.copies import Copies
+from tiered.tiers.copies import Copies, HostBytes
 from tiered.tiers.device_clock import COPY_TO_UPDATE, UPDATE
 from tiered.tiers.device_memory import (
     NEVER,
@@ -61,7 +61,7 @@ class DeviceGathered(Gathered):
     def release(self, unchanged: Collection[int]) -> None:
         """Give the buffers and leases back; all uses must have been submitted. Blocks until the leases' copies end."""
         for buffer, lease in zip(self._buffers, self.leases, strict=False):  # none where the copies own the leases
-            self._copies.wait_for(buffer, lease)
+            self._copies.wait_for(buffer, lease.key)
         self.whole = self.shard = []
         for buffer, content in zip(self._buffers, self._contents, strict=True):
             self._memory.give(buffer, content)
@@ -81,6 +81,10 @@ class DeviceGradients(GradientBuffer):
         self._buffer = buffer
         self._key = key
 
+    @property
+    def buffers(self) -> Sequence[object]:
+        return (self._buffer,)
+
     def use(self) -> None:
         self._tier.copies.let_use(self._buffer, self._tier.copies.current_stream())
 
@@ -99,6 +103,10 @@ class DeviceGradients(GradientBuffer):
     def store(self) -> None:
         self._tier.copies.empty(self._buffer, self._tier.lease(self._key, "w"))
         self.release()
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the bytes to ``target``, (nbytes,) uint8 in DRAM; blocks."""
+        self._tier.copies.write(self._buffer, HostBytes(self._key, target))
 
     def discard(self) -> None:
         self.release()
@@ -196,7 +204,7 @@ class AcceleratorTier(ComputeTier):
     def _copy_in(self, lease: Lease, *, is_owned: bool) -> DeviceBuffer:
         """Copy the bytes of ``lease`` into a new buffer; with ``is_owned`` it ends with the copy. Failing ends it."""
         try:
-            buffer = self._take(lease.tensor.nbytes)
+            buffer = self.take(lease.tensor.nbytes)
         except BaseException:
             lease.release()
             raise
@@ -214,7 +222,7 @@ class AcceleratorTier(ComputeTier):
             lease.release()
             raise
 
-    def _take(self, nbytes: int) -> DeviceBuffer:
+    def take(self, nbytes: int) -> DeviceBuffer:
         """Take a buffer of ``nbytes``, with others given back for it if need be. CapacityError."""
         self.copies.sweep()
         try:
@@ -229,14 +237,14 @@ class AcceleratorTier(ComputeTier):
     # -- gradients, numbers, activations -------------------------------------------------------------------------
 
     def new_gradients(self, key: str, nbytes: int) -> DeviceGradients:
-        return DeviceGradients(self, self._take(nbytes), key)
+        return DeviceGradients(self, self.take(nbytes), key)
 
     def gradients(self, key: str, mode: str) -> DeviceGradients:
         return DeviceGradients(self, self._copy_in(self.lease(key, "r"), is_owned=True), key)
 
     @contextmanager
     def scratch(self, nbytes: int) -> Iterator[torch.Tensor]:
-        buffer = self._take(nbytes)
+        buffer = self.take(nbytes)
         try:
             buffer.use(self.copies.current_stream())
             yield buffer.tensor
@@ -256,6 +264,9 @@ class AcceleratorTier(ComputeTier):
                 "'reduce-overhead') do: a graph has fixed places in memory, and parameters come and go; expected no"
                 " capture around a sharded model, and mode='default' of torch.compile"
             )
+
+    def note_copy_out(self, nbytes: int) -> None:
+        self.copies.out_bytes += nbytes
 
     def left_bytes(self) -> int:
         return self.memory.left_bytes()

@@ -71,6 +71,11 @@ class GradientBuffer:
 
     lease: Lease | None
 
+    @property
+    def buffers(self) -> Sequence[object]:
+        """The buffers in which the bytes lie, in DRAM or on the compute device."""
+        return () if self.lease is None else (self.lease.buffer,)
+
     def __init__(self, working_set: Residency, lease: Lease) -> None:
         self.lease = lease
         self.tensor = lease.tensor
@@ -81,6 +86,10 @@ class GradientBuffer:
 
     def hand_over(self) -> None:
         """All operations of the caller's that use the bytes were submitted; another thread's come next."""
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the bytes to ``target``, (nbytes,) uint8 in DRAM; blocks."""
+        target.copy_(self.tensor)
 
     def release(self) -> None:
         """Give back what was only read."""
@@ -133,6 +142,9 @@ class ComputeTier:
 
     def refuse_capture(self, what: str) -> None:
         """Raise UsageError where the caller's stream is being captured into a graph."""
+
+    def note_copy_out(self, nbytes: int) -> None:
+        """Count bytes that an operation of the caller's has brought to DRAM."""
 
     def left_bytes(self) -> int:
         """Return the bytes of the budget where computing happens that are not in use."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +22,7 @@ from tiered.tiers.device_clock import COMPUTE, COPY_AHEAD, COPY_IN, COPY_OUT, De
 from tiered.tiers.device_memory import DeviceBuffer, on_stream
 from tiered.units import MiB
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "HostBytes"]
 
 MOST_LEAVING_NBYTES = 512 * MiB
 """Of the caller's tensors in copies out at one time, 20 ms of PCIe: till then they keep their device memory."""
@@ -43,6 +43,23 @@ class _Copy(NamedTuple):
     source: torch.Tensor | None = None  # that must live as long; None where a buffer's own events see to that
     version: int = 0  # of ``source`` as it was submitted
     nbytes: int = 0  # of ``source``'s storage; the lease may have ended, in another thread
+
+
+class Bytes(Protocol):
+    """Bytes in DRAM, (nbytes,) uint8, and the name of their key."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+class HostBytes(NamedTuple):
+    """Bytes in page-locked DRAM that are the caller's, and no key's."""
+
+    key: str
+    tensor: torch.Tensor
 
 
 class Copies:
@@ -89,32 +106,40 @@ class Copies:
 
     # -- buffers -------------------------------------------------------------------------------------------------
 
-    def fill(self, buffer: DeviceBuffer, lease: Lease, ahead: torch.Stream | None = None) -> None:
+    def fill(
+        self,
+        buffer: DeviceBuffer,
+        lease: Bytes,
+        ahead: torch.Stream | None = None,
+        *,
+        part: torch.Tensor | None = None,
+    ) -> None:
         """Copy the bytes of ``lease`` into ``buffer``; the lease must last until ``let_go``, or ``empty``.
 
-        ``ahead``: the stream of copies that the caller's streams do not need yet. Where the copy fails, both are the
-        caller's still, and no piece of it is under way.
+        ``ahead``: the stream of copies that the caller's streams do not need yet. ``part``: the part of the buffer that
+        they are. Where the copy fails, both are the caller's still, and no piece of it is under way.
         """
+        target = buffer.tensor if part is None else part
         stream = ahead or self.stream_in
         buffer.begin_filling(stream)
         try:
             with on_stream(stream):
-                self._copy(buffer.tensor, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else _WHOLE)
+                self._copy(target, lease.tensor, lease.key, most_nbytes=AHEAD_NBYTES if ahead else _WHOLE)
         except BaseException:
             self._wait(stream.record_event(), f"part of a copy in of {lease.key!r}")
             raise
         buffer.filled(stream.record_event())
-        self.in_bytes += buffer.nbytes
+        self.in_bytes += target.nbytes
 
     def let_go(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Give ``lease`` back once the copy of its bytes that fills ``buffer`` has ended."""
         assert buffer.ready is not None
         self._note(_Copy(buffer.ready, lease, False))
 
-    def wait_for(self, buffer: DeviceBuffer, lease: Lease) -> None:
-        """Wait for the copy of the bytes of ``lease``, which is the caller's, into ``buffer``. DeadlineError."""
+    def wait_for(self, buffer: DeviceBuffer, name: str) -> None:
+        """Wait for the copy of the bytes called ``name``, which the caller has, into ``buffer``. DeadlineError."""
         assert buffer.ready is not None
-        self._wait(buffer.ready, f"copy in of {lease.key!r}")
+        self._wait(buffer.ready, f"copy in of {name!r}")
 
     def empty(self, buffer: DeviceBuffer, lease: Lease) -> None:
         """Copy ``buffer`` to the bytes of ``lease``, which is given back when they are there, or where that fails."""
@@ -125,16 +150,17 @@ class Copies:
             raise
         self._note(_Copy(event, lease, True))
 
-    def write(self, buffer: DeviceBuffer, lease: Lease) -> None:
-        """Copy ``buffer`` to the bytes of ``lease``, which stays the caller's; blocks until they are there."""
-        self._wait(self._copy_out(buffer, lease), f"copy out of {lease.key!r}")
+    def write(self, buffer: DeviceBuffer, lease: Bytes, part: torch.Tensor | None = None) -> None:
+        """Copy ``buffer``, or a ``part`` of it, to the bytes of ``lease``, the caller's; blocks."""
+        self._wait(self._copy_out(buffer, lease, part), f"copy out of {lease.key!r}")
 
-    def _copy_out(self, buffer: DeviceBuffer, lease: Lease) -> torch.Event:
+    def _copy_out(self, buffer: DeviceBuffer, lease: Bytes, part: torch.Tensor | None = None) -> torch.Event:
+        source = buffer.tensor if part is None else part
         buffer.use(self.stream_out)
         buffer.let_wait(self.stream_out)
         with on_stream(self.stream_out):
-            self._copy(lease.tensor, buffer.tensor, lease.key)
-        self.out_bytes += buffer.nbytes
+            self._copy(lease.tensor, source, lease.key)
+        self.out_bytes += source.nbytes
         return self.stream_out.record_event()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, key: str, *, most_nbytes: int = _WHOLE) -> None:

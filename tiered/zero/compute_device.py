@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tiered.errors import CapacityError, UsageError
+from tiered.ranks.ranks import Ranks
 from tiered.store.store import Store
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier
@@ -112,9 +113,9 @@ def check_update_on(word: str, tier: ComputeTier) -> None:
         raise UsageError("update_on='device' of a model on the CPU; expected device= of an accelerator, or 'cpu'")
 
 
-def check_memory(tier: ComputeTier, units: list[UnitLayout], budget: int | None, *, updates: bool) -> None:
+def check_memory(tier: ComputeTier, units: list[UnitLayout], budget: int | None, stage: int, *, updates: bool) -> None:
     """Raise CapacityError, with the smallest one that works, for too small a ``budget`` of the device's memory."""
-    smallest = 0 if tier.computes_in_dram else smallest_device_budget(units, updates=updates)
+    smallest = 0 if tier.computes_in_dram else smallest_device_budget(units, updates=updates, stage=stage)
     if budget is not None and budget < smallest:
         raise CapacityError(
             f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
@@ -124,20 +125,29 @@ def check_memory(tier: ComputeTier, units: list[UnitLayout], budget: int | None,
         )
 
 
-def give_memory(tier: ComputeTier, units: list[UnitLayout], asked_bytes: int | None, *, updates: bool) -> None:
+def give_memory(
+    tier: ComputeTier,
+    units: list[UnitLayout],
+    asked_bytes: int | None,
+    stage: int,
+    *,
+    updates: bool,
+    ranks: Ranks | None = None,
+) -> None:
     """Give ``tier`` the budget asked for, or a part of what is free once the model's values have left the device.
 
-    ``updates``: they may compute there, too.
+    ``updates``: they may compute there, too. Over ``ranks`` the least part is each one's; blocks for all of them.
     """
     if not isinstance(tier, AcceleratorTier):
         return
     torch.accelerator.empty_cache()  # memory: torch keeps the values' for the stream that they were made on, no other
-    smallest = smallest_device_budget(units, updates=updates)
+    smallest = smallest_device_budget(units, updates=updates, stage=stage)
     largest = sum(unit.nbytes + unit.gradient_nbytes for unit in units)
     budget = asked_bytes
     if budget is None:
         free = free_device_memory(tier.device)
-        budget = max(smallest, min(free // _PART, smallest + largest))
+        part = max(smallest, min(free // _PART, smallest + largest))
+        budget = part if ranks is None else ranks.least("device_memory", lambda: part)
         _log.info("device_memory=%s of %s free on %s", format_bytes(budget), format_bytes(free), tier.device)
     tier.memory.budget_bytes = budget
     root, *others = units
@@ -154,18 +164,24 @@ def give_construction_memory(tier: ComputeTier, nbytes: int) -> None:
         tier.memory.budget_bytes = max(tier.memory.budget_bytes, _CONSTRUCTION_NBYTES, nbytes)
 
 
-def smallest_device_budget(units: list[UnitLayout], *, updates: bool) -> int:
+def smallest_device_budget(units: list[UnitLayout], *, updates: bool, stage: int = 3) -> int:
     """Return the smallest budget in bytes for ``units``, the root first: it, the unit in use, the next; gradients.
 
-    With ``updates`` on the device also one unit more, its gradients, 3 buckets and the tile scratch.
+    With ``updates`` on the device also one unit more, its gradients, 3 buckets and the tile scratch. Over ranks also
+    the gradients that are received, in ``stage`` 2 all units, in stage 1 their gradients, too.
     """
     sizes = work_sizes(units)
-    own = max(unit.gradient_nbytes for unit in units)
+    own = max(unit.shard_gradient_nbytes for unit in units)
     update = 2 * own + 3 * sizes.bucket + sizes.scratch if updates else 0
     root, *others = units
-    largest = max((unit.nbytes for unit in others), default=0)
-    gradients = max((unit.gradient_nbytes for unit in others), default=0)
-    return root.nbytes + 2 * largest + root.gradient_nbytes + 2 * gradients + update
+    parameters, gradients = [unit.nbytes for unit in others] or [0], [unit.gradient_nbytes for unit in others] or [0]
+    shown, filled = 2 * max(parameters), 2 * max(gradients)
+    received = 0
+    if root.world > 1:
+        received = max(root.gradient_nbytes, *gradients)
+        shown = max(shown, sum(parameters)) if stage < 3 else shown
+        filled = max(filled, sum(gradients)) if stage < 2 else filled
+    return root.nbytes + shown + root.gradient_nbytes + filled + received + update
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

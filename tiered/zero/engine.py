@@ -70,7 +70,7 @@ class Engine:
         self.phase = Phase(store, self.updates, calls_under_way=self.calls.under_way, has_gradients=has_gradients)
         self.reclaimer = Reclaimer(self.open_units, self.gradients, lambda: self.updates)
         self.working_set.add_reclaimer(self.reclaimer.reclaim)
-        self.ahead = ahead_on(self.tier, self.plan, lambda unit: self.updates.is_pending(unit))
+        self.ahead = ahead_on(self.tier, self.plan, lambda: self.updates)
         self.tier.attach(lambda key: self.schedule.distance(key), self.reclaimer.make_way)
         self.backward = Backward(self, self._gradients_came)
         self.layouts = UnitLayouts(store, self.units, shares)
@@ -119,7 +119,7 @@ class Engine:
         self.backward.before_gather(use) if unit.layout.world > 1 else None
         self.gradients.rooms.opening = unit.gradients.key if use == "backward" else ""
         running, stays = list(filter(_NUM_OPS, self.plan.gathered)), self.calls.keep_until_backward()
-        before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stays)
+        before, after = self.plan.open(unit, used=self.calls.units(), running=running, until_backward=stays, use=use)
         for each in before:
             each.park()
         return use, after

@@ -166,7 +166,7 @@ def _forget_step(engine: Engine) -> None:
     finally:  # of a device that has failed, whose copies keep leases
         engine.tier.forget()
         if isinstance(comm := engine.units[0].comm, UnitCollectives):
-            comm.slots.end()
+            comm.dram_slots.end()
     engine.backward.forget_touches()
     engine.schedule.forget()
 
@@ -228,12 +228,14 @@ def shard(
         if committed is not None:
             _adopt(store, model, units, committed)
         shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values(), stage=stage)
-        memory = tier, [unit.layout for unit in units], store.device_memory
+        memory = tier, [unit.layout for unit in units], store.device_memory, stage
         check_memory(*memory, updates=update_on != "cpu")
-    _check_equal(store.ranks, units, source, [str(shares), f"activations {words}"])
+    where = f"device {tier.device.type}, device_memory={store.device_memory}, update_on={update_on}"
+    _check_equal(store.ranks, units, source, [str(shares), f"activations {words}", where])
     with phase(store.ranks, "tiered.shard: values"):
         masters = _fill(store, units, source, adopt=committed is not None)
-        give_memory(*memory, updates=update_on != "cpu")  # order: once the values have left the device
+    give_memory(*memory, updates=update_on != "cpu", ranks=store.ranks)  # order: once the values have left the device
+    with phase(store.ranks, "tiered.shard: hooks"):
         move_buffers(model, tier.device)
         engine = Engine(store, model, units, shares=shares, masters=masters)
         engine.phase.must_resume = engine.layouts.is_stale = engine.layouts.drops_frozen = committed is not None
@@ -249,11 +251,6 @@ def shard(
 def _tier_for(store: Store, device: str | torch.device, update_on: str) -> ComputeTier:
     """Return the memory in which the model computes. Raises UsageError for what does not work there."""
     tier = tier_of(named_device(device, store.device_memory), store)
-    if store.ranks is not None and not tier.computes_in_dram:
-        raise UsageError(
-            f"tiered.shard over ranks on {tier.device}: it comes with a later release; expected device='cpu', or one"
-            " rank"
-        )
     check_update_on(update_on, tier)
     return tier
 
@@ -267,7 +264,7 @@ def _give_threads(ranks: Ranks) -> None:
 
 
 def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, others: Sequence[str]) -> None:
-    """Raise UsageError unless all ranks have the same parameters, with the same values, and ``others``."""
+    """Raise UsageError unless all ranks have the same parameters and values, and ``others``; connect their devices."""
     if ranks is None:
         return
     _give_threads(ranks)
@@ -279,7 +276,10 @@ def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, ot
     source.close()
     advice = "the same model with the same values on all ranks: torch.manual_seed(0) before it is built, or weights="
     ranks.check_equal("tiered.shard", lines, advice)
-    ranks.check_equal("tiered.shard", others, "the same arguments of shard and the same dram= on all ranks")
+    advice = "the same arguments of shard, and the same dram= and device_memory= of the store, on all ranks"
+    ranks.check_equal("tiered.shard", others, advice)
+    if isinstance(comm := units[0].comm, UnitCollectives):
+        comm.connect(units[0].tier.device)
 
 
 def _adopt(store: Store, model: nn.Module, units: Sequence[Unit], committed: dict[str, Any]) -> None:
@@ -360,7 +360,7 @@ def _make_units(
         raise UsageError("tiered.shard of a model without parameters; expected at least one")
     _refuse_shared_memory([segment for segments in members.values() for segment in segments])
     named = {name: segments for name, segments in members.items() if segments or not name}
-    comm = NullComm() if store.ranks is None else UnitCollectives(store.ranks, store.working_set)
+    comm = NullComm() if store.ranks is None else UnitCollectives(store.ranks, store.working_set, tier)
     return [Unit(name or "root", segments, store.working_set, tier, comm) for name, segments in named.items()]
 
 

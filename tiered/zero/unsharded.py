@@ -75,7 +75,9 @@ def _check_written(engine: Engine, units: Sequence[Unit]) -> None:
     ranks = engine.store.ranks
     if ranks is None:
         return
-    lines = [f"unit {u.name!r} with the digests {[f'{digest(t):016x}' for t in u.buffer.tensors]}" for u in units]
+    for unit in units:
+        unit.buffer.use()
+    lines = [f"unit {u.name!r} with the digests {[f'{digest(t.cpu()):016x}' for t in u.buffer.tensors]}" for u in units]
     try:
         ranks.check_equal("tiered.unsharded", lines, "the same values written on all ranks")
     except UsageError as error:

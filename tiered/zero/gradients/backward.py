@@ -23,9 +23,7 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from tiered.errors import DeviceError, StepAbandonedError, UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
-from tiered.tiers.compute_tier import GradientBuffer
 from tiered.units import format_bytes
-from tiered.zero.gradients.exchange import spans_of
 from tiered.zero.parameters.module_calls import EngineParts, num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
@@ -93,7 +91,7 @@ class Backward:
         self._why = ""  # this backward failed, where it is known
         comm = engine.units[0].comm
         self._collectives = comm if isinstance(comm, UnitCollectives) else None  # over several ranks
-        self._exchange: tuple[Unit, Exchange, GradientBuffer] | None = None  # under way
+        self._exchange: tuple[Unit, Exchange] | None = None  # under way
         self.micro_steps = _MicroSteps(engine.working_set.recorder)
         if self._tier.device.type != "cpu":
             _report_failures_to(self)
@@ -265,8 +263,7 @@ class Backward:
         if self._phase.updates_in_backward:
             self._phase.done.add(unit)
         buffer, mask = unit.gradients.give()
-        exchange = self._collectives.exchange(unit.name, buffer, spans_of(buffer.tensor, unit.layout), payload=mask)
-        self._exchange = unit, exchange, buffer
+        self._exchange = unit, self._collectives.exchange(unit.name, buffer, unit.layout, payload=mask)
         if not unit.engine.layouts.shares.behind:
             self._finish_exchange()
 
@@ -274,10 +271,9 @@ class Backward:
         """Wait for the exchange that is under way, if one is; its sum becomes the shard's gradient, or an update's."""
         if self._exchange is None:
             return
-        unit, exchange, buffer = self._exchange
+        unit, exchange = self._exchange
         masks = exchange.wait()
         self._exchange = None
-        buffer.discard()
         unit.gradients.shared(exchange.received, masks)
         exchange.end()
         if self._phase.updates_in_backward:
@@ -286,11 +282,10 @@ class Backward:
     def _drop_exchange(self) -> None:
         """Forget the exchange that is under way; blocks until it is over. Where it has failed its buffers are lost."""
         if self._exchange is not None:
-            (_, exchange, buffer), self._exchange = self._exchange, None
+            (_, exchange), self._exchange = self._exchange, None
             with contextlib.suppress(DeviceError, StepAbandonedError):
                 exchange.wait()
                 exchange.end()
-                buffer.discard()
 
     def _exchange_rest(self) -> None:
         """A backward ends: exchange the gradients of all units that have some, on any rank, and were not exchanged."""

@@ -11,45 +11,48 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tiered.bytes.host_tensor import copy_across
 from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.stand_in import Compute, UsedGradient
-from tiered.zero.layout import UnitLayout
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.parameters.unit_collectives import UnitCollectives
 
-__all__ = ["ShardGradient", "add_mean", "spans_of"]
+__all__ = ["ShardGradient", "add_mean"]
 
 _TILE_NUMEL = 1 << 18  # elements that are summed at one time: 1 MiB in fp32
+_DEVICE_TILE_NUMEL = 1 << 22  # on a compute device, whose every tile is a copy to DRAM of its own
 
 
 def add_mean(out: torch.Tensor, pieces: torch.Tensor, *, is_first: bool) -> None:
     """Add the mean of ``pieces``, (world, numel), to ``out``, (numel,) of the same dtype; ``is_first``: write it there.
 
-    The sum is taken in fp32 (fp64 for fp64), in the order of the ranks, and rounded once.
+    The sum is taken where the pieces are, in fp32 (fp64 for fp64), in the order of the ranks, and rounded once. ``out``
+    is in DRAM; blocks on copies to it.
     """
     world, numel = pieces.shape
     dtype = torch.float64 if out.dtype is torch.float64 else torch.float32
     factor = torch.tensor(1 / world, dtype=dtype, device="cpu")
-    total = torch.empty(min(numel, _TILE_NUMEL), dtype=dtype, device="cpu")
-    for start in range(0, numel, _TILE_NUMEL):
-        tile = total[: min(_TILE_NUMEL, numel - start)]
+    most = _TILE_NUMEL if pieces.is_cpu else _DEVICE_TILE_NUMEL
+    total = torch.empty(min(numel, most), dtype=dtype, device=pieces.device)
+    for start in range(0, numel, most):
+        tile = total[: min(most, numel - start)]
         stop = start + tile.numel()
         tile.copy_(pieces[0, start:stop])
         for rank in range(1, world):
             tile.add_(pieces[rank, start:stop])
         tile.mul_(factor)
         if is_first:
-            out[start:stop].copy_(tile)
+            copy_across(out[start:stop], tile if tile.is_cpu else tile.to(out.dtype))
         else:
-            out[start:stop].add_(tile.to(out.dtype))
+            out[start:stop].add_(tile.to(out.dtype).cpu())
 
 
 class ShardGradient:
     """The gradients of one unit in this rank's shard, from the first exchange of a step to the update that takes them.
 
-    The bytes are those of scratch ``key``, laid out as the shards of the trainable spans, one after the other.
-    ``segments`` are the parameters with a gradient on some rank. Invariant: ``buffer`` is leased, or the working set
-    has the bytes, or ``segments`` is empty.
+    They are in DRAM, wherever the model computes. The bytes are those of scratch ``key``, laid out as the shards of the
+    trainable spans, one after the other. ``segments`` are the parameters with a gradient on some rank. Invariant:
+    ``buffer`` is leased, or the working set has the bytes, or ``segments`` is empty.
     """
 
     __slots__ = ("_has_key", "buffer", "key", "norms", "num_added", "own_norms", "segments", "unit")
@@ -85,6 +88,8 @@ class ShardGradient:
                 pieces = received[start : start + span.nbytes].view(span.dtype).view(layout.world, -1)
                 place = span.grad_offset // layout.world
                 add_mean(buffer[place : place + span.shard_nbytes].view(span.dtype), pieces, is_first=is_first)
+                if not pieces.is_cpu:
+                    self.unit.tier.note_copy_out(span.shard_nbytes)
                 start += span.nbytes
         self.segments |= dict.fromkeys(segments)
         self.num_added += 1
@@ -94,7 +99,9 @@ class ShardGradient:
     def apply(self, sources: Mapping[Segment, UsedGradient]) -> None:
         """Apply the changes that are pending in ``sources``."""
         for segment, source in sources.items():
-            for change in source.take_pending():
+            changes = source.changes_in_dram()
+            source.take_pending()
+            for change in changes:
                 change(segment.gradient_piece(self.leased()))
 
     def ask_all(self, segment: Segment, source: UsedGradient, compute: Compute) -> torch.Tensor:
@@ -108,7 +115,7 @@ class ShardGradient:
             piece = segment.gradient_piece(self.leased())
             if source.pending:
                 piece = piece.clone()
-                for change in source.pending:
+                for change in source.changes_in_dram():
                     change(piece)
             mine = compute(piece).to(torch.float64)
         return self.unit.comm.numbers(f"a norm of {segment.name}", mine)
@@ -119,14 +126,17 @@ class ShardGradient:
         if self.buffer is None:
             if not self.segments and gradients.taken is not None and not gradients.taken.is_over:
                 self.unit.engine.finish_update(self.unit)
-            gradients.model.make_room(self.nbytes)
+            gradients.model.make_room_for_shard(self.nbytes)
+            working_set, tier = self.unit.working_set, self.unit.tier
             if self.segments:
-                self.buffer = self.unit.tier.gradients(self.key, "rw")
+                lease = tier.lease(self.key, "rw")
             else:
                 if not self._has_key:
-                    self.unit.working_set.create(self.key, self.nbytes, scratch=True)
+                    working_set.create(self.key, self.nbytes, scratch=True)
                     self._has_key = True
-                self.buffer = self.unit.tier.new_gradients(self.key, self.nbytes)
+                tier.settle(self.key)
+                lease = working_set.lease_anew(self.key)
+            self.buffer = GradientBuffer(working_set, lease)
             gradients.model.opened_shard(self)
         return self.buffer.tensor
 
@@ -179,8 +189,3 @@ def _norms(piece: torch.Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     norm = torch.linalg.vector_norm
     return norm(piece, 2.0, dtype=dtype).item(), norm(piece, float("inf"), dtype=dtype).item()
-
-
-def spans_of(gradients: torch.Tensor, layout: UnitLayout) -> list[torch.Tensor]:
-    """Return the trainable spans of a unit's whole ``gradients``, (nbytes,) uint8, as an exchange sends them."""
-    return [gradients[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]

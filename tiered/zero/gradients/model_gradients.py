@@ -6,7 +6,7 @@ the shares of the budget. Updates is what the rooms below the optimizer see of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -177,13 +177,19 @@ class ModelGradients:
         while idle and not self.may_keep(nbytes):
             idle.pop().store_away()
 
+    def make_room_for_shard(self, nbytes: int) -> None:
+        """Store idle shards of gradients away until ``nbytes`` more find room in the share of DRAM."""
+        if self._tier.computes_in_dram:
+            self.make_room(nbytes)
+        else:
+            self._shrink(nbytes + self.update_bytes)
+
     def make_room_for_updates(self) -> None:
         """Store idle gradients away until an update finds its share, with the gradients of its unit in it."""
         self.end_lent()
-        if self._tier.computes_in_dram:  # else the share is of DRAM, which has none of them
-            largest = max(
-                [*(unit.gradients.nbytes for unit in self._open), *(each.nbytes for each in self._open_shards), 0]
-            )
+        whole = self._open if self._tier.computes_in_dram else ()  # else the share, of DRAM, has none of them
+        largest = max([*(unit.gradients.nbytes for unit in whole), *(each.nbytes for each in self._open_shards), 0])
+        if largest:
             self._shrink(self.update_bytes - largest)
 
     def _shrink(self, needed_bytes: int) -> None:
@@ -192,7 +198,7 @@ class ModelGradients:
         needed_bytes += max(0, self.gathered_bytes - self._open_units.nbytes)
         if share.left_bytes >= needed_bytes:
             return
-        idle = self._idle()
+        idle = self._idle() if self._tier.computes_in_dram else self._by_use(self._open_shards)
         while idle and share.left_bytes < needed_bytes:
             idle.pop().store_away()
 
@@ -254,7 +260,14 @@ class ModelGradients:
             if unit not in used
             and not (unit.gradients.num_accumulating or unit.is_in_backward or unit.gradients.key == opening)
         ]
-        return sorted([*idle, *self._open_shards], key=lambda each: self.schedule.distance(each.key))
+        return self._by_use([*idle, *(self._open_shards if self._tier.computes_in_dram else ())])
+
+    def _by_use(self, gradients: Iterable[Idle]) -> list[Idle]:
+        return sorted(gradients, key=lambda each: self.schedule.distance(each.key))
+
+    def store_away_shard(self) -> bool:
+        """Have DRAM write the shard of gradients that is used last; return whether there was one."""
+        return any(each.store_away() for each in reversed(self._by_use(self._open_shards)))
 
 
 class Idle(Protocol):
@@ -377,6 +390,9 @@ class Updates:
     def wait_for(self, unit: Unit) -> None:
         """Wait for the update of ``unit``, if one is pending; it goes first. Raises the error of one that failed."""
 
+    def wait_beside(self, unit: Unit) -> None:
+        """In another thread than the training thread: wait for the update of ``unit``, if one is pending."""
+
     def wait_for_all(self) -> None:
         """Wait until nothing is pending. Ends early after a failure."""
 
@@ -441,7 +457,8 @@ class Reclaimer:
         """
         if self._open_units.root.tier.computes_in_dram:
             return self.make_way()
-        return self._gradients.let_go_one() or self._updates().release_gradients()
+        gradients = self._gradients
+        return gradients.let_go_one() or self._updates().release_gradients() or gradients.store_away_shard()
 
     def make_way(self) -> bool:
         """In the training thread: give memory back where the model computes; return whether there was some.

@@ -98,7 +98,9 @@ class UnitLayouts:
         self._hold()
         gradients.gathered_bytes = self.shares.gathered
         if isinstance(comm := self._units[0].comm, UnitCollectives):
-            comm.slots.kept_nbytes = self.shares.gathered + max(unit.gradient_nbytes for unit in self._units)
+            kept = self.shares.gathered + max(unit.gradient_nbytes for unit in self._units)
+            kept += max(unit.nbytes for unit in self._units) if self.gather_slots()[0] > 1 else 0  # one ahead
+            comm.dram_slots.kept_nbytes = kept
         gradients.keep_whole = self.shares.stage == 1 and self._units[0].world > 1
         gradients.ahead_bytes = _NUM_AHEAD * max(unit.nbytes for unit in self._units)
         gradients.rooms.nbytes = self.rooms_nbytes
@@ -125,7 +127,7 @@ class UnitLayouts:
         if self.shares.stage < 3 and layouts[0].world > 1:
             return len(layouts), True
         if isinstance(tier, AcceleratorTier):
-            smallest = smallest_device_budget(layouts, updates=self.update_on != "cpu")
+            smallest = smallest_device_budget(layouts, updates=self.update_on != "cpu", stage=self.shares.stage)
             num, spare = 2, tier.memory.budget_bytes - smallest
         else:
             num, spare = 1, self.shares.spare

@@ -105,6 +105,10 @@ class UsedGradient:
         pending, self.pending = self.pending, []
         return pending
 
+    def changes_in_dram(self) -> list[Callable[[torch.Tensor], None]]:
+        """Return the pending changes for bytes in DRAM; they block for numbers of the compute device."""
+        return [change.elsewhere(lambda number: lambda: number.cpu()) for change in self.pending]
+
     def answer(self, question: Hashable | None, compute: Compute) -> torch.Tensor:
         """Return ``compute(values)``; the same ``question`` has the same answer until the values change. Blocks."""
         raise AssertionError(self.name)
@@ -161,7 +165,7 @@ class SharedGradient(StoredGradient):
         """Return what an update will find: how often gradients were added, and what pending changes do to numbers."""
         segment = self.segment()
         probe = torch.tensor([1.0, -2.0, 3.0], dtype=segment.dtype, device="cpu")
-        for change in self.pending:
+        for change in self.changes_in_dram():
             change(probe)
         factor = segment.unit.gradients.factors.get(segment)
         clipped = "" if factor is None else f", clipped by {factor.item()}"
@@ -178,15 +182,17 @@ class SharedGradient(StoredGradient):
                 " order from 1 on, as a number"
             )
         row = {5.0: 0, 4.0: 1}.get(like.item())
-        factor = _power_of_two(self.pending, looks.dtype)
+        factor = _power_of_two(self.changes_in_dram(), looks.dtype)
         shard = segment.unit.gradients.shard
         norms = shard.norms.get(segment)
         if question is not None and row is not None and factor and norms is not None:
-            return compute((norms[row] * factor).to(_accumulator(segment.dtype))).to(like.dtype)
-        return compute(shard.ask_all(segment, self, compute)).to(like.dtype)
+            answer = compute((norms[row] * factor).to(_accumulator(segment.dtype)))
+        else:
+            answer = compute(shard.ask_all(segment, self, compute))
+        return answer.to(segment.unit.tier.device, like.dtype)
 
 
-def _power_of_two(changes: Sequence[Change], dtype: torch.dtype) -> float:
+def _power_of_two(changes: Sequence[Callable[[torch.Tensor], None]], dtype: torch.dtype) -> float:
     """Return the power of two that ``changes`` multiply with; 0 where they do anything else."""
     before = torch.tensor([1, -1, 3, 0, math.inf, -math.inf, math.nan], dtype=dtype, device="cpu")
     after = before.clone()

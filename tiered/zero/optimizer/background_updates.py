@@ -149,6 +149,18 @@ class UpdateThread(Updates):
             self._wait(lambda: not self.is_pending(unit), unit.name)
         self.raise_failure()
 
+    def wait_beside(self, unit: Unit) -> None:
+        """In another thread than the training thread: wait for the update of ``unit``, if one is pending.
+
+        The update goes first. Ends early where one has failed, whose error is the training thread's. DeadlineError.
+        """
+        with self._condition:
+            if unit in self._queue:
+                self._queue.move_to_end(unit, last=False)
+            deadline = Deadline(f"the update of {unit.name!r}", self._deadline_s)
+            while self.is_pending(unit) and self.failure is None:
+                deadline.wait(self._condition, (self._num_done, self._num_buckets))
+
     def wait_for_all(self) -> None:
         """Wait until nothing is pending and the thread has ended. Ends early after a failure."""
         self._wait(lambda: not self._is_updating, "")

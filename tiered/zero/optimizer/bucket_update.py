@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tiered.errors import UsageError
+from tiered.ranks.ranks import Ranks
 from tiered.store.residency.residency import Lease, Residency
 from tiered.store.transfers.checked_transfer import without_frames
 from tiered.store.waiting.refusals import is_of_an_action
 from tiered.tiers.accelerator import AcceleratorTier, DevicePlace
 from tiered.tiers.compute_tier import ComputeTier, UpdatePlace
 from tiered.zero.engine import Engine
-from tiered.zero.formats.codec import Bucket, Source, update_pieces
+from tiered.zero.formats.codec import Bucket, Piece, Source, update_pieces
 from tiered.zero.formats.rules import Hyperparameters, Rule
 from tiered.zero.formats.tile_scratch import TileScratch
 from tiered.zero.layout import whole_pages
@@ -121,8 +122,9 @@ def choose_place(
 ) -> str:  # fmt: skip
     """Have the updates of ``engine`` compute where ``shard(update_on=)`` says; return "cpu" or "device".
 
-    "auto" keeps the place of ``before``, or takes what a trial of one tile finds shorter, copies included; ``group``
-    has the hyperparameters of that. Raises UsageError for a run that was updated on a device and has none now.
+    "auto" keeps the place of ``before``, or takes what a trial of one tile finds shorter on all ranks, copies included;
+    ``group`` has the hyperparameters of that. Raises UsageError for a run that was updated on a device and has none
+    now.
     """
     tier, word = engine.tier, engine.layouts.update_on
     if not isinstance(tier, AcceleratorTier):
@@ -135,7 +137,7 @@ def choose_place(
     place = DevicePlace(tier, 0)
     if word == "auto":
         buckets = [bucket for unit in engine.units for bucket in buckets_of[unit]]
-        word = before or _shorter(place, pipeline, rule, group, buckets)
+        word = before or _shorter(place, pipeline, rule, group, buckets, engine.store.ranks)
     if word == "device":
         tier.memories.append(place.memory)
         engine.gradients.place, tier.keeps_gradients = place, True
@@ -150,7 +152,7 @@ def give_place(engine: Engine, pipeline: UpdatePipeline, buckets_of: Mapping[Any
     tier, place = engine.tier, engine.gradients.place
     if isinstance(tier, AcceleratorTier) and isinstance(place, DevicePlace):
         bucket = max((bucket.nbytes for unit in engine.units for bucket in buckets_of[unit]), default=0)
-        largest = max((unit.layout.gradient_nbytes for unit in engine.units), default=0)
+        largest = max((unit.layout.shard_gradient_nbytes for unit in engine.units), default=0)
         nbytes = 2 * largest + 3 * whole_pages(bucket) + pipeline.scratch_nbytes
         tier.memory.give_up(max(0, nbytes - place.memory.budget_bytes))
         place.memory.budget_bytes = max(nbytes, place.memory.budget_bytes)
@@ -158,12 +160,20 @@ def give_place(engine: Engine, pipeline: UpdatePipeline, buckets_of: Mapping[Any
 
 
 def _shorter(
-    place: DevicePlace, pipeline: UpdatePipeline, rule: Rule, group: dict[str, Any], buckets: Iterable[Bucket[Segment]]
-) -> str:
-    """Return where the update of one piece takes less time, with its copies there and back."""
+    place: DevicePlace, pipeline: UpdatePipeline, rule: Rule, group: dict[str, Any],
+    buckets: Iterable[Bucket[Segment]], ranks: Ranks | None,
+) -> str:  # fmt: skip
+    """Return where the update of one piece takes less time, with its copies there and back, on each of the ranks."""
     pieces = [piece for bucket in buckets for piece in bucket.pieces]
-    if not pieces:
-        return "cpu"
+    is_there = bool(pieces) and _is_shorter_there(place, pipeline, rule, group, pieces)
+    if ranks is not None:
+        is_there = bool(ranks.least("update_on", lambda: int(is_there or not pieces)))
+    return "device" if is_there else "cpu"
+
+
+def _is_shorter_there(
+    place: DevicePlace, pipeline: UpdatePipeline, rule: Rule, group: dict[str, Any], pieces: Sequence[Piece[Segment]]
+) -> bool:
     piece = max(pieces, key=lambda each: each.numel)
     dtype, nbytes = piece.segment.dtype, piece.offset + piece.nbytes
     state = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -185,7 +195,7 @@ def _shorter(
 
     with torch.no_grad():
         there_s, here_s = (min(timeit.repeat(work, number=1, repeat=_NUM_TRIALS)) for work in (on_device, on_host))
-    return "device" if there_s < here_s else "cpu"
+    return there_s < here_s
 
 
 # -- unit update -------------------------------------------------------------------------------------------------------

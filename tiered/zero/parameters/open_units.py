@@ -7,6 +7,7 @@ bytes of the next units go to a compute device while a unit computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -32,6 +33,9 @@ class Ahead:
     def go_on(self) -> None:
         """An operation of the unit that computes begins."""
 
+    def drop(self, unit: Unit) -> None:
+        """``unit``, which the plan has ahead, is not wanted any more."""
+
 
 class OpenUnits:
     """The open leases of one model's units. Invariant: a unit has one only while ``plan`` has it gathered."""
@@ -49,10 +53,10 @@ class OpenUnits:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the units that are open, and over ranks of what is kept for others."""
+        """Bytes in DRAM of the units that are open, and over ranks of what is kept for others."""
         comm = self.root.comm
-        kept = comm.slots.free_nbytes if isinstance(comm, UnitCollectives) else 0
-        return kept + sum([unit.nbytes for unit in self.plan.gathered])
+        kept = comm.dram_slots.free_nbytes if isinstance(comm, UnitCollectives) else 0
+        return kept + sum([unit.nbytes for unit in self.plan.gathered if self.root.tier.computes_in_dram])
 
     def opened(self, unit: Unit) -> None:
         """A unit has leased its bytes."""
@@ -105,6 +109,8 @@ class OpenUnits:
         for unit in list(self.plan.gathered):
             unit.forget()
         self.plan.forget()
+        if isinstance(comm := self.root.comm, UnitCollectives):
+            comm.forget()
 
 
 # -- gather ahead ------------------------------------------------------------------------------------------------------
@@ -113,34 +119,68 @@ class OpenUnits:
 _NUM_UNITS = 2  # ahead of the one that computes
 
 
-class GatherAhead(Ahead):
+class PendingUpdates(Protocol):
+    """The updates that are about to change bytes."""
+
+    def is_pending(self, unit: Unit) -> bool:
+        """Return whether an update of ``unit`` is pending. Any thread."""
+        ...
+
+    def wait_beside(self, unit: Unit) -> None:
+        """In another thread than the training thread: wait until no update of ``unit`` is pending."""
+        ...
+
+
+class CopyAhead(Ahead):
     """Copies begin as a unit opens, or at an operation of it, once the next unit's bytes are in DRAM and updated.
 
     A hint on one rank, where a wrong one costs a copy.
     """
 
-    def __init__(self, tier: AcceleratorTier, plan: GatherPlan[Unit], is_pending: Callable[[Unit], bool]) -> None:
-        """``is_pending(unit)``: whether an update is about to change its bytes."""
+    def __init__(self, tier: AcceleratorTier, plan: GatherPlan[Unit], updates: Callable[[], PendingUpdates]) -> None:
+        """``updates()``: the present ones."""
         self._tier = tier
         self._plan = plan
-        self._is_pending = is_pending
+        self._updates = updates
         self._wanted: list[Unit] = []
 
     def opened(self, unit: Unit) -> None:
-        """``unit`` was opened: those that follow it are wanted."""
         self._wanted = self._plan.coming(_NUM_UNITS)
         self.go_on()
 
     def go_on(self) -> None:
-        """Begin the copies that can begin, in their order."""
         wanted = self._wanted
         while wanted and (wanted[0].is_open or self._begin(wanted[0])):
             del wanted[0]
 
     def _begin(self, unit: Unit) -> bool:
-        return not self._is_pending(unit) and all(map(self._tier.gather_ahead, unit.keys))
+        return not self._updates().is_pending(unit) and all(map(self._tier.gather_ahead, unit.keys))
 
 
-def ahead_on(tier: ComputeTier, plan: GatherPlan[Unit], is_pending: Callable[[Unit], bool]) -> Ahead:
+class GatherAhead(Ahead):
+    """Over ranks: as a unit opens the gather of the next one begins, if the plan has a slot for it.
+
+    The ranks' comm thread waits for the next unit's update and reads its shards, while this unit computes.
+    """
+
+    def __init__(self, plan: GatherPlan[Unit], comm: UnitCollectives, updates: Callable[[], PendingUpdates]) -> None:
+        """``updates()``: the present ones."""
+        self._plan = plan
+        self._comm = comm
+        self._updates = updates
+
+    def opened(self, unit: Unit) -> None:
+        following = self._plan.next_ahead()
+        if following is not None:
+            sizes = {span.key: span.shard_nbytes for span in following.layout.spans}
+            self._comm.gather_ahead(following.tier, sizes, lambda: self._updates().wait_beside(following))
+
+    def drop(self, unit: Unit) -> None:
+        self._comm.drop(unit.keys)
+
+
+def ahead_on(tier: ComputeTier, plan: GatherPlan[Unit], updates: Callable[[], PendingUpdates]) -> Ahead:
     """Return what works ahead on ``tier``, for the units that ``plan`` expects."""
-    return GatherAhead(tier, plan, is_pending) if isinstance(tier, AcceleratorTier) else Ahead()
+    if isinstance(comm := plan.root.comm, UnitCollectives):
+        return GatherAhead(plan, comm, updates)
+    return CopyAhead(tier, plan, updates) if isinstance(tier, AcceleratorTier) else Ahead()

@@ -313,8 +313,13 @@ class Unit:
         """
         with self.working_set.mark:
             buffer = self.buffer
-            if self.num_ops or buffer.state is BufferState.NONE:
-                return buffer.state is BufferState.NONE
+            if buffer.state is BufferState.NONE:
+                if self.engine.plan.ahead is self:
+                    self.engine.plan.released(self)
+                    self.engine.ahead.drop(self)
+                return True
+            if self.num_ops:
+                return False
             self.look()  # order: where a copy out fails, the unit stays as it is
             self.working_set.recorder.worked(f"{self._use} unit", self.name, self._opened)
             written = ""

@@ -1,86 +1,34 @@
-"""UnitCollectives: what several ranks do together on a model's bytes in DRAM: gathers of units, exchanges of gradients.
+"""UnitCollectives: what several ranks do together on a model's bytes: gathers of units, exchanges of gradients.
 
-Each is asked for in program order, equal on all ranks, and waited for. The buffers are within the DRAM budget; one of a
-collective that did not end is never used again.
+Each is asked for in program order, equal on all ranks, and waited for. The buffers are within the budgets; one of a
+collective that did not end is never used again. Bytes move where the model computes, if the ranks' group has
+collectives there. Those of another compute device are *staged*: they move in DRAM, and are copied there and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from tiered.bytes.arena import Buffer
-from tiered.errors import RankLostError, StepAbandonedError
+from tiered.errors import DeviceError, RankLostError, StepAbandonedError, UsageError
 from tiered.ranks.comm_thread import Ticket
 from tiered.ranks.ranks import Ranks
 from tiered.store.residency.residency import Lease, Residency
+from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer
+from tiered.zero.layout import UnitLayout
+from tiered.zero.parameters.gather_slots import DeviceSlots, GatherSlots, Owner, Slots
 
 __all__ = ["Exchange", "UnitCollectives"]
 
 _PARAMETERS = "model/parameters/"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 _lost: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
-
-
-class GatherSlots:
-    """Reserved buffers of the DRAM budget in which whole units lie, kept from one gather to the next.
-
-    So a gather finds its memory whatever is read ahead. A buffer whose bytes a tensor still shows is not used before
-    that has died, and another is reserved meanwhile. Free buffers beyond ``kept_nbytes`` are given back.
-    """
-
-    def __init__(self, working_set: Residency) -> None:
-        self.kept_nbytes = 0
-        self._working_set = working_set
-        self._used_nbytes = 0
-        self._free: list[Buffer] = []
-        self._shown: list[Buffer] = []  # by tensors of the caller's
-
-    @property
-    def free_nbytes(self) -> int:
-        """Bytes of the free buffers."""
-        return sum(buffer.nbytes for buffer in self._free)
-
-    def take(self, nbytes: int) -> tuple[Buffer, torch.Tensor]:
-        """Return a buffer and a tensor over it, (nbytes,) uint8 of undefined bytes; blocks. CapacityError."""
-        self._look()
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= nbytes]
-        if fitting:
-            buffer = min(fitting, key=lambda each: each.nbytes)
-            self._free.remove(buffer)
-        else:
-            self._shrink(nbytes)
-            buffer = self._working_set.reserve(nbytes, is_lasting=True)
-        self._used_nbytes += buffer.nbytes
-        return buffer, buffer.alias(nbytes, bool)[0]
-
-    def give(self, buffer: Buffer) -> None:
-        """Take ``buffer`` back, whose tensor the caller has dropped."""
-        self._shown.append(buffer)
-        self._look()
-
-    def end(self) -> None:
-        """Give all free buffers back to the budget."""
-        self.kept_nbytes = 0
-        self._look()
-
-    def _look(self) -> None:
-        """Sort the buffers that were given back: those that are shown wait."""
-        free = [buffer for buffer in self._shown if not buffer.is_aliased]
-        self._shown = [buffer for buffer in self._shown if buffer not in free]
-        self._free += free
-        self._used_nbytes -= sum(buffer.nbytes for buffer in free)
-        self._shrink(0)
-
-    def _shrink(self, nbytes: int) -> None:
-        """Give free buffers back until ``nbytes`` more are no more than are kept."""
-        while self._free and self._used_nbytes + self.free_nbytes + nbytes > self.kept_nbytes:
-            self._working_set.unreserve(self._free.pop())
 
 
 class _GatheredByAll(Gathered):
@@ -90,9 +38,9 @@ class _GatheredByAll(Gathered):
 
     def __init__(
         self,
-        slots: GatherSlots,
+        slots: Slots,
         shards: Sequence[Lease],
-        whole: Sequence[tuple[Buffer, torch.Tensor]],
+        whole: Sequence[tuple[Owner, torch.Tensor]],
         pieces: list[torch.Tensor],
     ) -> None:
         """``shards``: of this rank's bytes, where they are leased as long; ``whole``: of the spans."""
@@ -100,92 +48,210 @@ class _GatheredByAll(Gathered):
         self.whole, self.shard = [tensor for _, tensor in whole], pieces
         self._buffers, self._slots = tuple(buffer for buffer, _ in whole), slots
 
+    def use(self) -> None:
+        for buffer in self._buffers:
+            self._slots.use(buffer)
+
     def is_there(self, span: int) -> bool:
-        """Return whether ``whole[span]`` is memory of the span still, because a tensor that lies in it lives."""
         return self._buffers[span].is_aliased
 
+    def write_back(self) -> None:
+        for buffer, piece, lease in zip(self._buffers, self.shard, self.leases, strict=False):  # no leases to read
+            self._slots.write(buffer, piece, lease)
+
     def release(self, unchanged: Collection[int]) -> None:
-        """Give everything back; bytes that a tensor still shows stay counted until it dies."""
         super().release(unchanged)
         for buffer in self._buffers:
             self._slots.give(buffer)
 
 
-class Exchange:
-    """The exchange of one unit's gradients that is under way: ``received`` has the pieces of all ranks, in order."""
+class _Gathering(NamedTuple):
+    """A gather under way: the buffers and tensors of the spans, the leases that stay, a ticket for each span."""
 
-    __slots__ = ("_buffer", "_collectives", "_sent", "_tickets", "received")
+    whole: list[tuple[Any, torch.Tensor]]
+    shards: list[Lease]
+    tickets: list[Ticket]
+
+
+class Exchange:
+    """The exchange of one unit's gradients that is under way: ``received`` has the pieces of all ranks, in order.
+
+    (nbytes,) uint8, where the bytes have moved: of each trainable span, world pieces.
+    """
+
+    __slots__ = ("_buffers", "_give_sent", "_slots", "_tickets", "_using", "received")
 
     def __init__(
-        self, collectives: UnitCollectives, sent: Lease, buffer: Buffer, received: torch.Tensor, tickets: list[Ticket]
+        self,
+        collectives: UnitCollectives,
+        received: torch.Tensor,
+        tickets: list[Ticket],
+        *,
+        buffers: Sequence[Any],
+        give_sent: Callable[[], object],
     ) -> None:
-        """``buffer`` has ``received``, (nbytes,) uint8: of each trainable span, world pieces."""
-        self._collectives, self._sent, self._buffer, self._tickets = collectives, sent, buffer, tickets
+        """``buffers``: that of ``received``, and those of what is sent, which ``give_sent()`` gives back in the end."""
+        self._slots, self._using, self._tickets = collectives.slots, collectives.using, tickets
+        self._buffers, self._give_sent = buffers, give_sent
         self.received = received
 
     def wait(self) -> tuple[bytes, ...]:
         """Wait for the bytes of all ranks; return the payload of each."""
-        with self._collectives.using(self._sent, self._buffer):
+        with self._using(*self._buffers, self._give_sent):
             first, *_ = [ticket.wait() for ticket in self._tickets]
+        self._slots.moved(self._tickets[-1].event, *self._buffers)
+        self._give_sent()
+        self._slots.use(self._buffers[0])
         return first
 
     def end(self) -> None:
         """Give the received bytes back; no tensor may lie in them."""
         self.received = _NONE
-        self._collectives.slots.give(self._buffer)
+        self._slots.give(self._buffers[0])
 
 
 class UnitCollectives:
     """The collectives of one model. One thread asks for them.
 
     ``use`` of the unit that is gathered next, the same on all ranks. ``payload``: what that gather tells all ranks, as
-    long on each, or None; ``told`` is then what they have told.
+    long on each, or None; ``told`` is then what they have told. ``slots`` are where bytes move.
     """
 
-    def __init__(self, ranks: Ranks, working_set: Residency) -> None:
+    slots: Slots
+
+    def __init__(self, ranks: Ranks, working_set: Residency, tier: ComputeTier) -> None:
         self.rank, self.world = ranks.rank, ranks.world
         self.use = ""
         self.payload: bytes | None = None
         self.told: tuple[bytes, ...] = ()
         self.ranks = ranks
-        self.slots = GatherSlots(working_set)
+        self.slots = self.dram_slots = GatherSlots(working_set)
+        self._ahead: dict[str, _Gathering] = {}  # by the first key of a unit
+        self._device_slots = DeviceSlots(tier) if isinstance(tier, AcceleratorTier) else None
 
     def __repr__(self) -> str:
         return f"UnitCollectives({self.rank} of {self.world})"
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether bytes move in DRAM, and the model computes elsewhere."""
+        return self._device_slots is not None and self.slots is self.dram_slots
+
+    def connect(self, device: torch.device) -> None:
+        """Have the bytes move on the compute device, if the ranks' group can; all ranks call this together. Blocks."""
+        if self._device_slots is not None and self.ranks.move_on(device):
+            self.slots = self._device_slots
+
     def gather(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> Gathered:
-        """Bring the whole spans of whose shards ``keys`` are into DRAM; blocks on a swap in and for the other ranks.
+        """Bring the whole spans of whose shards ``keys`` are to where the model computes; blocks for the other ranks.
 
         Raises the errors of ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
         """
-        whole: list[tuple[Buffer, torch.Tensor]] = []
-        payload, self.payload = self.payload, None
-        with self._together(f"gather of {keys[0]}"):
-            shards = tier.gather(keys, mode).leases
+        gathering = self._ahead.pop(keys[0], None)
+        if gathering is not None and mode != "r":
+            self._drop(gathering)
+            gathering = None
+        if gathering is not None:
+            self.tell("the backward of a unit") if self.payload is not None else None
+            self._end(gathering)
+        else:
+            gathering = self._begin(tier, keys, mode)
+            self.told = self._end(gathering)
+        slots, whole, shards = self.slots, gathering.whole, gathering.shards
+        if self._device_slots is not None and self.is_staged:
+            with self._together(f"gather of {keys[0]}"):
+                there = self._device_slots.bring([tensor for _, tensor in whole], keys[0])
+            self._give(slots, whole)
+            slots, whole = self._device_slots, there
+        return _GatheredByAll(slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
+
+    def gather_ahead(self, tier: ComputeTier, sizes: Mapping[str, int], wait_for_update: Callable[[], None]) -> None:
+        """Ask for the whole spans of the keys of ``sizes``, (nbytes) of a shard each, to be read; blocks for memory.
+
+        ``gather`` is to follow, or ``drop``. The comm thread calls ``wait_for_update()`` before it leases the shards.
+        """
+        first, *_ = sizes
+        whole: list[tuple[Any, torch.Tensor]] = []
+        with self._together(f"gather of {first}"):
             try:
-                for lease in shards:
-                    whole.append(self.slots.take(self.world * lease.tensor.numel()))
-                    self._piece(whole[-1][1]).copy_(lease.tensor)
+                whole += [self.slots.take(self.world * nbytes) for nbytes in sizes.values()]
             except BaseException:
-                buffers = [buffer for buffer, _ in whole]
-                whole.clear()  # lifetime: their tensors
-                for buffer in buffers:
-                    self.slots.give(buffer)
+                self._give(self.slots, whole)
+                raise
+
+        def read(key: str, buffer: Any, piece: torch.Tensor) -> object:
+            wait_for_update()
+            self.slots.fill(buffer, piece, tier.lease(key, "r"), keeps=False)
+            return self.slots.mark(buffer)
+
+        with self.using(*(buffer for buffer, _ in whole)):
+            tickets = [
+                self.ranks.comm_thread.gather(
+                    self._words_of(key), tensor, owner=buffer,
+                    ready=functools.partial(read, key, buffer, self._piece(tensor)),
+                )
+                for key, (buffer, tensor) in zip(sizes, whole, strict=True)
+            ]  # fmt: skip
+        self._ahead[first] = _Gathering(whole, [], tickets)
+
+    def forget(self) -> None:
+        """In a forked child: what is gathered ahead is the parent's."""
+        self._ahead.clear()
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Give back what was gathered ahead, if anything was; blocks for the other ranks."""
+        gathering = self._ahead.pop(keys[0], None)
+        if gathering is not None:
+            self._drop(gathering)
+
+    def _drop(self, gathering: _Gathering) -> None:
+        with suppress(DeviceError, StepAbandonedError, UsageError):  # the next collective raises it again
+            self._end(gathering)
+            self._give(self.slots, gathering.whole)
+
+    def _begin(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> _Gathering:
+        """Read the shards, and ask for the spans."""
+        payload, self.payload = self.payload, None
+        whole: list[tuple[Any, torch.Tensor]] = []
+        shards: list[Lease] = []
+        with self._together(f"gather of {keys[0]}"):
+            try:
+                for key in keys:
+                    lease = tier.lease(key, mode)
+                    shards += [lease] if mode != "r" else []
+                    whole.append(self.slots.take(self.world * lease.tensor.numel()))
+                    self.slots.fill(whole[-1][0], self._piece(whole[-1][1]), lease, keeps=mode != "r")
+            except BaseException:
+                self._give(self.slots, whole)
                 for lease in shards:
                     lease.release()
                 raise
-            if mode == "r":
-                for lease in shards:
-                    lease.release()
-                shards = ()
         with self.using(*(buffer for buffer, _ in whole), *shards):
             tickets = []
             for key, (buffer, tensor) in zip(keys, whole, strict=True):
-                what = f"{key.removeprefix(_PARAMETERS)} for {self.use}"
-                tickets.append(self.ranks.comm_thread.gather(what, tensor, payload=payload or b"", owner=buffer))
+                how = {"payload": payload or b"", "after": self.slots.mark(buffer), "owner": buffer}
+                tickets.append(self.ranks.comm_thread.gather(self._words_of(key), tensor, **how))
                 payload = None
-            self.told, *_ = [ticket.wait() for ticket in tickets]
-        return _GatheredByAll(self.slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
+        return _Gathering(whole, shards, tickets)
+
+    def _words_of(self, key: str) -> str:
+        return f"{key.removeprefix(_PARAMETERS)} for {self.use}"
+
+    def _end(self, gathering: _Gathering) -> tuple[bytes, ...]:
+        """Wait for the bytes; return what the ranks have told."""
+        with self.using(*(buffer for buffer, _ in gathering.whole), *gathering.shards):
+            told, *_ = [ticket.wait() for ticket in gathering.tickets]
+        for ticket, (buffer, _) in zip(gathering.tickets, gathering.whole, strict=True):
+            self.slots.moved(ticket.event, buffer)
+        return told
+
+    @staticmethod
+    def _give(slots: Slots, whole: list[tuple[Any, torch.Tensor]]) -> None:
+        """Give the buffers of ``whole`` back, which is empty afterwards: their tensors must have died."""
+        buffers = [buffer for buffer, _ in whole]
+        whole.clear()
+        for buffer in buffers:
+            slots.give(buffer)
 
     def _piece(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.view(self.world, -1)[self.rank]
@@ -221,31 +287,41 @@ class UnitCollectives:
         self.ranks.check_equal(what, lines, "the same values on all ranks")
 
     def of_first(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of rank 0's ``tensors``, in ordinary memory, of the same looks on all ranks; blocks."""
+        """Return copies of rank 0's ``tensors``, which look alike on all ranks, in memory of torch's; blocks."""
         looks = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor) for tensor in tensors]
         flats = [each.view(-1).view(torch.uint8) for each in looks if each.numel()]
         if flats:
             first = self.all_gather([torch.cat(flats)])[0].view(self.world, -1)[0]
             for flat, given in zip(flats, torch.split(first, [flat.numel() for flat in flats]), strict=True):
                 flat.copy_(given)
-        return looks
+        return [look.to(tensor.device) for look, tensor in zip(looks, tensors, strict=True)]
 
-    def exchange(self, name: str, buffer: GradientBuffer, spans: Sequence[torch.Tensor], *, payload: bytes) -> Exchange:
-        """Begin to send piece r of each of ``spans``, (nbytes,) uint8, to rank r; blocks for DRAM alone.
+    def exchange(self, name: str, gradients: GradientBuffer, layout: UnitLayout, *, payload: bytes) -> Exchange:
+        """Begin to send the pieces of each trainable span of ``gradients`` to the ranks; blocks for memory alone.
 
-        The spans lie in ``buffer``, which is in use until ``Exchange.wait`` has returned. ``payload`` goes to all.
+        The gradients, laid out as ``layout`` says, are given back once they have arrived. ``payload`` goes to all.
         """
-        assert buffer.lease is not None
+        sent: Sequence[Any] = gradients.buffers
+        give_sent: Callable[[], object] = gradients.discard
         with self._together(f"exchange of {name}"):
-            place, received = self.slots.take(sum(span.numel() for span in spans))
-        tickets, start, owner = list[Ticket](), 0, (buffer.lease.buffer, place)
-        with self.using(buffer.lease, place):
+            if self.is_staged:
+                buffer, there = self.dram_slots.take(layout.gradient_nbytes)
+                gradients.copy_to(there)
+                gradients.discard()
+                sent, give_sent = (buffer,), functools.partial(self.dram_slots.give, buffer)
+            else:
+                there = gradients.tensor
+            spans = [there[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]
+            place, received = self.slots.take(layout.gradient_nbytes)
+        buffers, tickets, start = (place, *sent), list[Ticket](), 0
+        with self.using(*buffers, give_sent):
+            after = self.slots.mark(*buffers)
             for span in spans:
                 part = received[start : start + span.numel()]
                 exchange = self.ranks.comm_thread.exchange
-                tickets.append(exchange(name, span, received=part, payload=payload, owner=owner))
+                tickets.append(exchange(name, span, received=part, payload=payload, after=after, owner=buffers))
                 start, payload = start + span.numel(), b""
-        return Exchange(self, buffer.lease, place, received, tickets)
+        return Exchange(self, received, tickets, buffers=buffers, give_sent=give_sent)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
