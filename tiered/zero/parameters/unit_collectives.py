@@ -202,12 +202,12 @@ class UnitCollectives:
         every = torch.frombuffer(bytearray(told), dtype=torch.float64)
         return every.view(self.world, *mine.shape).to(mine.dtype)
 
-    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def all_gather(self, shards: list[torch.Tensor], what: str = "a moved span") -> list[torch.Tensor]:
         """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's: ordinary memory."""
         whole = [torch.empty(self.world * shard.numel(), dtype=torch.uint8, device="cpu") for shard in shards]
         for shard, each in zip(shards, whole, strict=True):
             self._piece(each).copy_(shard)
-        for ticket in [self.ranks.comm_thread.gather("a moved span", each) for each in whole]:
+        for ticket in [self.ranks.comm_thread.gather(what, each) for each in whole]:
             ticket.wait()
         return whole
 
