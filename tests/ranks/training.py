@@ -24,7 +24,9 @@ from tests.reference import MasterAdamW, Recipe, Trained, means_of, ranks_refere
 from tests.zero.training import SEED, Session, budget_named_in, start
 from tiered.errors import CapacityError
 
-__all__ = ["change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+__all__ = [
+    "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "over_ranks", "recipe_of",
+]  # fmt: skip
 
 _groups: dict[int, Any] = {}  # of the first ranks, by their number
 
@@ -74,12 +76,12 @@ def train(
             nbytes = budget_named_in(error)
     with contextlib.ExitStack() as stack:
         if clips_by_torch:
-            stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", _clip_by_torch))
+            stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", clip_by_torch))
         trained, pieces = _train(model, group, recipe, update, nbytes, options)
     return {"digests": digests_of(trained), "pieces": pieces}
 
 
-def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
+def clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -99,7 +101,7 @@ def _train(
 
 
 def expected(
-    model: str,
+    model: str | Case,
     *,
     world: int,
     dtype: str,
@@ -111,7 +113,8 @@ def expected(
     before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
-    zoo, recipe = CASES[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    zoo = CASES[model] if isinstance(model, str) else model
+    recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
     bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: how a sum is divided among threads shows in its bits
