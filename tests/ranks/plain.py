@@ -193,25 +193,38 @@ def habits(send: Callable[[Any], None], *, world: int) -> Any:
             for parameter in model.parameters():
                 parameter.mul_(0.5)
 
-        def backward(index: int) -> list[Tensor]:
-            (zoo.loss(model, zoo.batch(index)) + head.square().sum() * (group.rank() + 1)).backward()
+        def gradients() -> list[Tensor]:
             return [p.grad.clone() for p in (*adapters, head) if p.grad is not None]
+
+        def is_whole(now: list[Tensor]) -> bool:
+            return len(now) == len(whole) and all(map(torch.equal, now, whole))
+
+        def backward(index: int, weight: int = group.rank() + 1) -> list[Tensor]:
+            loss = zoo.loss(model, zoo.batch(index))
+            (loss + head.square().sum() * weight if weight else loss).backward()
+            return gradients()
 
         whole = backward(2)
         found["outside"] = whole[-1].allclose(head.detach() * (world + 1))
         asked = torch.autograd.grad(head.square().sum(), head)[0]
-        found["asked"] = asked.equal(2 * head) and all(
-            map(torch.equal, whole, [p.grad for p in (*adapters, head) if p.grad is not None])
-        )
+        found["asked"] = asked.equal(2 * head) and is_whole(gradients())
         with model.no_sync():
             backward(3)
         model.zero_grad()
         head.grad = None
-        found["dropped"] = all(map(torch.equal, backward(2), whole))
+        found["dropped"] = is_whole(backward(2))
+        with model.no_sync():
+            backward(3)
+        model.zero_grad()
+        head.grad = None
+        on_one = backward(2, weight=int(group.rank() == 1))
+        found["dropped and used by one"] = on_one[-1].allclose(head.detach() * 2 / world) and len(on_one) == len(whole)
+        optimizer.zero_grad()
+        backward(2)
         with model.no_sync():
             backward(3)
         optimizer.zero_grad(set_to_none=False)
-        found["zeroed"] = all(map(torch.equal, backward(2), whole))
+        found["zeroed"] = is_whole(backward(2))
         optimizer.step()
         optimizer.zero_grad()
         scaler = tiered.GradScaler("cpu", init_scale=4.0)
