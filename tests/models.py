@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.transformer import GPT, VOCAB, WIDTH, Block, batch_of_tokens, cross_entropy
 
-__all__ = ["CASES", "GPT", "Block", "Case", "batch_of_tokens"]
+__all__ = ["CASES", "GPT", "Block", "Case", "Vectors", "batch_of_tokens", "batch_of_vectors"]
 
 
 @dataclass(frozen=True, slots=True)

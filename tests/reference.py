@@ -120,14 +120,14 @@ class MasterAdamW:
     def step(self, max_norm: float | None = None, bounds: Bounds | None = None) -> Tensor | None:
         """Update every parameter that has a gradient; return the norm before clipping, if asked to clip.
 
-        With ``bounds`` each parameter's norm is that of the norms of its pieces.
+        With ``bounds`` each parameter's norm is that of the norms of its pieces; one without pieces is whole.
         """
         gradients = {
             parameter: parameter.grad.float() if parameter.dtype == torch.bfloat16 else parameter.grad
             for parameter in self.masters
             if parameter.grad is not None
         }
-        pieces = None if bounds is None else [bounds[parameter] for parameter in gradients]
+        pieces = None if bounds is None else [bounds.get(p, [(0, p.numel())]) for p in gradients]
         norm = None if max_norm is None else _clip(list(gradients.values()), max_norm, pieces)
         for parameter, master in self.masters.items():
             gradient = gradients.get(parameter)
@@ -160,7 +160,7 @@ def _clip(gradients: list[Tensor], max_norm: float, pieces: list[list[tuple[int,
     for gradient, bounds in zip(gradients, pieces, strict=True):
         flat = gradient.as_strided((gradient.numel(),), (1,))
         parts = [torch.linalg.vector_norm(flat[start:stop]) for start, stop in bounds]
-        norms.append(torch.linalg.vector_norm(torch.stack(parts)))
+        norms.append(torch.linalg.vector_norm(torch.stack(parts)) if len(parts) > 1 else parts[0])
     norm = torch.linalg.vector_norm(torch.stack(norms))
     nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
     return norm

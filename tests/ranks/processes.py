@@ -184,7 +184,7 @@ class Ranks:
 class StartedRanks(Ranks):
     """Ranks that a Python of their own forks, for training: autograd's threads for devices survive no fork.
 
-    ``python`` is the command that starts one, such as a WarmPython's; cases of tests.ranks.training.
+    ``python`` is the command that starts one, such as a WarmPython's; cases of tests.ranks.training and plain.
     """
 
     def __init__(self, world: int, python: str, *, limit_s: float) -> None:
@@ -262,7 +262,7 @@ def _as_interpreter(code: object) -> int:
 
 def _main() -> None:
     """Serve as one of StartedRanks: requests come on standard input, results go where standard output was."""
-    from tests.ranks import processes, training  # noqa: F401  # its cases
+    from tests.ranks import plain, processes, training  # noqa: F401  # their cases
 
     world, store, rank = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     out = os.dup(1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.pairwise import pairwise
+from tests.ranks.plain import wanted
 from tests.ranks.processes import Ranks, StartedRanks
 from tests.ranks.training import change, compact_by_one_rank, expected
 from tests.rigs.warm_python import WarmPython
@@ -198,3 +199,80 @@ def test_the_loop_of_the_page_runs_as_written(ranks: Ranks) -> None:
     (text,) = blocks(ROOT / "docs/ranks.md", "python")
     found = ranks.run("page", text=text)
     assert len(set(found)) == 1, "all ranks have the same model"
+
+
+# -- parameters beside the sharded ones --------------------------------------------------------------------------------
+
+
+@pairwise(
+    kind=("trained", "frozen"),
+    world=("2", "3"),
+    dtype=("fp32", "bf16"),
+    num=("1", "2"),
+    accumulates={"": False, "no_sync": True},
+    stage=("1", "3"),
+)
+def test_bits_of_plain_parameters(
+    kind: str, world: str, dtype: str, num: str, accumulates: bool, stage: str, ranks: Ranks
+) -> None:
+    options: dict[str, Any] = {"kind": kind, "world": int(world), "dtype": dtype}
+    options |= {"num_micro_steps": int(num), "accumulates": accumulates}
+    assert_same(ranks.run("train_plain", **options, stage=int(stage)), wanted(**options))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_bits_of_plain_parameters_that_torch_updates_beside_updates_in_the_backward(num: int, ranks: Ranks) -> None:
+    options: dict[str, Any] = {"kind": "trained", "world": 3, "dtype": "fp32", "update": "backward"}
+    options["num_micro_steps"] = num
+    assert_same(ranks.run("train_plain", **options), wanted(**options))
+
+
+@pytest.mark.parametrize(("clips", "dtype"), [("tiered", "fp32"), ("tiered", "bf16"), ("torch", "fp32")])
+def test_bits_of_plain_parameters_with_clipping(clips: str, dtype: str, ranks: Ranks) -> None:
+    options: dict[str, Any] = {"kind": "trained", "world": 3, "dtype": dtype, "num_micro_steps": 2}
+    found = ranks.run("train_plain", **options, clips=clips)[:3]
+    known = wanted(**options, pieces=[each["pieces"] for each in found])
+    if dtype == "bf16":  # tiered.clip_grad_norm_ scales those in place, rounded to bf16: the next steps are others
+        assert {each["digests"]["norm 0"] for each in found} == {known[0]["norm 0"]}
+        assert len({str({n: d for n, d in each["digests"].items() if "loss" not in n}) for each in found}) == 1
+    else:
+        assert_same(found, known)
+
+
+def test_bits_of_adapters_that_peft_adds(ranks: Ranks) -> None:
+    found = ranks.run("train_plain", kind="peft", world=2, dtype="bf16")
+    assert_same(found, found[0]["wanted"])
+
+
+def test_a_mutant_that_exchanges_no_plain_gradients_dies(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="a gradient of plain"):
+        ranks.run("train_plain", kind="frozen", world=3, dtype="fp32", mutant=True)
+
+
+def test_what_a_loop_may_do_with_plain_parameters(ranks: Ranks) -> None:
+    found = ranks.run("habits", world=3)[:3]
+    assert found[0] == found[1] == found[2]
+    assert {name for name, is_right in found[0].items() if not is_right} == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("other names", r"beside the sharded ones: the ranks differ.*a new parameter more[23], \(2,\) torch.float32"),
+        ("other shapes", r"beside the sharded ones: the ranks differ.*a new parameter more, \([23],\)"),
+        ("new ones", "the ranks do different things.*parameters beside the sharded ones"),
+        ("dropped", "optimizer.step.*the ranks differ.*a gradient of plain"),
+        ("scaled", "optimizer.step.*the ranks differ.*a gradient of plain"),
+        ("written", "optimizer.step.*the ranks differ.*its values"),
+        ("only added", "under tiered.accumulate only"),
+        ("graph", r"backward\(create_graph=True\) of a sharded model"),
+    ],
+)
+def test_plain_parameters_that_differ_are_a_named_error_on_every_rank(kind: str, text: str, ranks: Ranks) -> None:
+    found = ranks.run("differ_plain", kind=kind, world=3)[:3]
+    assert all(found), found
+    assert any(re.search(text, each) for each in found), found
+
+
+def test_an_optimizer_of_plain_parameters_alone_is_refused_over_ranks(ranks: Ranks) -> None:
+    assert all(re.search("plain parameters alone", each) for each in ranks.run("alone", world=2)[:2])

@@ -33,7 +33,9 @@ from tiered.ranks.comm import GlooComm
 from tiered.zero.gradients.exchange import ShardGradient
 from tiered.zero.parameters.gather_slots import DeviceSlots
 
-__all__ = ["change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+__all__ = [
+    "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "over_ranks", "recipe_of",
+]  # fmt: skip
 
 _groups: dict[tuple[int, str], Any] = {}  # of the first ranks, by their number and its kind
 
@@ -96,7 +98,7 @@ def train(
             except CapacityError as error:
                 nbytes = budget_named_in(error)
         if clips_by_torch:
-            stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", _clip_by_torch))
+            stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", clip_by_torch))
         trained, pieces = _train(model, group, recipe, update, nbytes, options)
         found = {"digests": digests_of(trained), "pieces": pieces}
         del trained  # lifetime: a simulated device ends here
@@ -141,7 +143,7 @@ def _using_pages(move: Callable[..., Any]) -> Callable[..., Any]:
     return moving
 
 
-def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
+def clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
@@ -163,7 +165,7 @@ def _train(
 
 
 def expected(
-    model: str,
+    model: str | Case,
     *,
     world: int,
     dtype: str,
@@ -176,7 +178,7 @@ def expected(
     before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
-    zoo = CASES[model] if device == "cpu" else case_on(device, model)
+    zoo = model if isinstance(model, Case) else CASES[model] if device == "cpu" else case_on(device, model)
     recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
     bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
     num_threads = torch.get_num_threads()

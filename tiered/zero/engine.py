@@ -31,7 +31,7 @@ from tiered.zero.parameters.module_calls import ModuleCalls
 from tiered.zero.parameters.open_units import OpenUnits, ahead_on
 from tiered.zero.parameters.parameter_access import Access, end_interrupted
 from tiered.zero.parameters.unit import Segment, Unit
-from tiered.zero.step import Event, Phase, graph_task
+from tiered.zero.step import ONLY_ADDED, Event, Phase, graph_task
 from tiered.zero.torch_func_guard import guard_functorch
 
 __all__ = ["Engine"]
@@ -147,9 +147,8 @@ class Engine:
         self.tier.refuse_capture("forward")
         if self.layouts.is_stale:
             self.layouts.renew(self.plan.lent, self.expect_steps)
+        self.backward.begin_forward(is_first)
         if is_first:
-            self.backward.forget_touches()
-            self.backward.micro_steps.begin()
             self.schedule.rewind()
 
     def _gradients_came(self) -> None:
@@ -187,10 +186,7 @@ class Engine:
         self.backward.micro_steps.warn()
         in_backward = self.phase.updates_in_backward
         if self.backward.are_only_added(in_backward=in_backward):
-            raise UsageError(
-                "optimizer.step() after backwards under tiered.accumulate only, or one that failed; expected one"
-                " backward outside it, which adds and updates"
-            )
+            raise UsageError(ONLY_ADDED)
         self.open_units.park_all()
         if in_backward:
             self.backward.check_used()

@@ -230,8 +230,7 @@ def shard(
         shares = _shares_of(units, store.working_set.budget_bytes, hold, swaps="swap" in words.values(), stage=stage)
         memory = tier, [unit.layout for unit in units], store.device_memory, stage
         check_memory(*memory, updates=update_on != "cpu")
-    where = f"device {tier.device.type}, device_memory={store.device_memory}, update_on={update_on}"
-    _check_equal(store.ranks, units, source, [str(shares), f"activations {words}", where])
+    _check_equal(store, units, source, [str(shares), f"activations {words}, {update_on=}"])
     with phase(store.ranks, "tiered.shard: values"):
         masters = _fill(store, units, source, adopt=committed is not None)
     give_memory(*memory, updates=update_on != "cpu", ranks=store.ranks)  # order: once the values have left the device
@@ -243,8 +242,7 @@ def shard(
         engine.activations.set_words(words, shares.activations)
         _hook(model, modules, units, engine)
         _register(store, model, engine)
-    number = sum(len(unit.segments) for unit in units)
-    _log.info("sharded %d parameters into %d units, %s held in DRAM", number, len(units), format_bytes(shares.held))
+    _log.info("sharded into %d units, %s held in DRAM", len(units), format_bytes(shares.held))
     return model
 
 
@@ -263,8 +261,9 @@ def _give_threads(ranks: Ranks) -> None:
         _log.info("%d threads for updates: torchrun's OMP_NUM_THREADS=1 is for one; set another to keep it", num)
 
 
-def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, others: Sequence[str]) -> None:
+def _check_equal(store: Store, units: Sequence[Unit], source: Weights, others: Sequence[str]) -> None:
     """Raise UsageError unless all ranks have the same parameters and values, and ``others``; connect their devices."""
+    ranks = store.ranks
     if ranks is None:
         return
     _give_threads(ranks)
@@ -277,7 +276,8 @@ def _check_equal(ranks: Ranks | None, units: Sequence[Unit], source: Weights, ot
     advice = "the same model with the same values on all ranks: torch.manual_seed(0) before it is built, or weights="
     ranks.check_equal("tiered.shard", lines, advice)
     advice = "the same arguments of shard, and the same dram= and device_memory= of the store, on all ranks"
-    ranks.check_equal("tiered.shard", others, advice)
+    where = f"device={units[0].tier.device.type!r}, device_memory={store.device_memory}"
+    ranks.check_equal("tiered.shard", [*others, where], advice)
     if isinstance(comm := units[0].comm, UnitCollectives):
         comm.connect(units[0].tier.device)
 

@@ -18,7 +18,7 @@ from tiered.errors import StepAbandonedError, StoreLostError, UsageError
 from tiered.store.store import Store
 from tiered.zero.state_dict_copies import StateDictCopies
 
-__all__ = ["Event", "Phase", "StepState", "graph_task", "in_graph_task", "is_autograds_own"]
+__all__ = ["ONLY_ADDED", "Event", "Phase", "StepState", "graph_task", "in_graph_task", "is_autograds_own"]
 
 
 class StepState(enum.Enum):
@@ -80,6 +80,11 @@ _REFUSED: dict[StepState, dict[Event, str]] = {
 All other events are legal. A refusal changes nothing: the state after it is the state before it.
 """
 
+
+ONLY_ADDED = (
+    "optimizer.step() after backwards under tiered.accumulate only, or one that failed; expected one backward outside"
+    " it, which adds and updates"
+)
 
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return the number of the autograd backward that this thread runs inside of; -1 outside."""

@@ -24,8 +24,9 @@ from tiered.errors import DeviceError, StepAbandonedError, UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
+from tiered.zero.gradients.exchange import PlainGradients
 from tiered.zero.parameters.module_calls import EngineParts, num_on_stack
-from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
+from tiered.zero.parameters.parameter import without_dispatch
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.parameters.unit_collectives import Exchange, UnitCollectives
 from tiered.zero.step import Event, in_graph_task, is_autograds_own
@@ -91,6 +92,7 @@ class Backward:
         self._why = ""  # this backward failed, where it is known
         comm = engine.units[0].comm
         self._collectives = comm if isinstance(comm, UnitCollectives) else None  # over several ranks
+        self.plain = None if self._collectives is None else PlainGradients(engine, self._collectives, self.seen)
         self._exchange: tuple[Unit, Exchange] | None = None  # under way
         self.micro_steps = _MicroSteps(engine.working_set.recorder)
         if self._tier.device.type != "cpu":
@@ -168,6 +170,14 @@ class Backward:
         self._is_running = self._has_graphs = self._is_harmful = False
         self._why = ""
         self._clear_accumulated()
+
+    def begin_forward(self, is_first: bool) -> None:
+        """An outermost forward begins; ``is_first`` of its step."""
+        if is_first:
+            self.forget_touches()
+            self.micro_steps.begin()
+        if self.plain is not None:
+            self.plain.look()
 
     def forget_touches(self) -> None:
         """Forget which parameters were touched how often: a new step begins."""
@@ -289,14 +299,16 @@ class Backward:
 
     def _exchange_rest(self) -> None:
         """A backward ends: exchange the gradients of all units that have some, on any rank, and were not exchanged."""
-        assert self._collectives is not None
-        self._refuse_plain()
+        assert self._collectives is not None and self.plain is not None
         self._finish_exchange()
-        self._collectives.payload = self._bits_of(lambda unit: unit.gradients.are_whole)
+        bits = self._bits_of(lambda unit: unit.gradients.are_whole)
+        self._collectives.payload = bits + self.plain.mask()
         self._collectives.tell("the end of a backward")
+        masks = [each[len(bits) :] for each in self._collectives.told]
         for unit in self._named(operator.or_):
             self._begin_exchange(unit)
         self._finish_exchange()
+        self.plain.exchange(masks)
         if not self._phase.updates_in_backward:
             self._tell_norms(self._collectives)
 
@@ -305,16 +317,6 @@ class Backward:
         if self._collectives is not None:
             return any(unit.gradients.are_there() and unit.gradients.are_whole for unit in self._units)
         return in_backward and not self._phase.has_updated and any(unit.gradients.are_there() for unit in self._units)
-
-    def _refuse_plain(self) -> None:
-        """Raise UsageError for a gradient of a parameter that the model has beside the sharded ones."""
-        model = self._units[0].engine.model()
-        for name, parameter in () if model is None else model.named_parameters():
-            if not isinstance(parameter, TieredParameter) and parameter.grad is not None:
-                raise UsageError(
-                    f"parameter {name} is trained beside the sharded ones, and each rank would have another value;"
-                    " expected it in the model before tiered.shard"
-                )
 
     def _tell_norms(self, collectives: UnitCollectives) -> None:
         """Tell all ranks the norms of this one's pieces: whoever asks for a gradient's norm knows it then."""
@@ -362,12 +364,14 @@ class Backward:
             self._units[0].working_set.recorder.worked("backward", "", self._begun)
             self._tasks.clear()
             self._is_running = self._is_harmful = False
+            if self.plain is not None:
+                self.plain.restore()
             if self._calls.are_in_forward or not self._clear_accumulated():
                 return  # autograd.grad: nothing was accumulated
             self._gradients_came()
             self.micro_steps.ended()
             self._phase.is_between = False
-            if self._has_graphs:
+            if self._has_graphs or (self.plain is not None and self.plain.have_graphs()):
                 self._refuse_graphs()
             if self._collectives is not None and self._is_exchanging():
                 self._exchange_rest()
@@ -391,8 +395,8 @@ class Backward:
         """Raise UsageError, at the end: autograd frees nothing of a backward with graphs that fails in the middle."""
         self._waiting.clear()
         self._has_graphs = False
-        for unit in self._units:
-            unit.gradients.drop()
+        for each in [unit.gradients for unit in self._units] + ([] if self.plain is None else [self.plain]):
+            each.drop()
         if self._phase.has_begun:
             self._phase.abandon("a backward with create_graph=True had updated parameters")
         raise UsageError(
@@ -403,7 +407,7 @@ class Backward:
 
     def _clear_accumulated(self) -> bool:
         """Clear the marks of this backward; return whether there were any."""
-        found = False
+        found = self.plain is not None and self.plain.clear_accumulated()
         for unit in self._units:
             unit.gradients.num_accumulating = 0
             for segment in unit.segments:

@@ -2,22 +2,31 @@
 
 In each backward a unit's whole gradients go to the ranks whose shards they belong to. Each rank adds what it receives
 in fp32, in the order of the ranks, multiplies with fp32(1 / world), rounds once to the gradients' dtype and adds that
-to the shard's gradient: the same bits for any transport.
+to the shard's gradient: the same bits for any transport. Parameters beside the sharded ones are whole on each rank, and
+so are their gradients, with the same sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tiered.bytes.host_tensor import copy_across
+from tiered.errors import UsageError
+from tiered.store.store import Store
 from tiered.tiers.compute_tier import GradientBuffer
 from tiered.zero.gradients.stand_in import Compute, UsedGradient
+from tiered.zero.parameters.module_calls import EngineParts
+from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.parameters.unit_collectives import UnitCollectives
 
-__all__ = ["ShardGradient", "add_mean"]
+__all__ = ["PlainGradients", "ShardGradient", "add_mean"]
 
 _TILE_NUMEL = 1 << 18  # elements that are summed at one time: 1 MiB in fp32
 _DEVICE_TILE_NUMEL = 1 << 22  # on a compute device, whose every tile is a copy to DRAM of its own
@@ -189,3 +198,184 @@ def _norms(piece: torch.Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     norm = torch.linalg.vector_norm
     return norm(piece, 2.0, dtype=dtype).item(), norm(piece, float("inf"), dtype=dtype).item()
+
+
+# -- plain parameters --------------------------------------------------------------------------------------------------
+
+
+_all: weakref.WeakSet[PlainGradients] = weakref.WeakSet()
+
+
+class PlainGradients:
+    """The gradients of plain parameters over several ranks: those that a model has beside the sharded ones.
+
+    Each rank has them whole. Their values become those of rank 0 in the first forward, or optimizer, that finds them.
+    The gradients that backwards add up are this rank's alone until one ends outside of ``tiered.accumulate``: then one
+    collective brings those of all ranks, and ``.grad`` becomes the mean, added to that of earlier backwards, with the
+    same bits on all ranks. Meanwhile world + 2 times the gradients are in ordinary memory, outside of the DRAM budget.
+
+    ``_known`` has all of them by name, the same on all ranks. Invariant: ``.grad`` of those in ``_held`` is this rank's
+    alone, and the value there what was exchanged already.
+    """
+
+    def __init__(self, engine: EngineParts, collectives: UnitCollectives, seen: Callable[[], None]) -> None:
+        """``seen()``: a backward runs, whose end must be reported."""
+        self._engine, self._collectives, self._seen = engine, collectives, seen
+        self._known: dict[str, torch.Tensor] = {}
+        self._updated: dict[str, torch.Tensor] = {}  # by the optimizer
+        self._hooks: dict[torch.Tensor, tuple[Any, Any]] = {}
+        self._held: dict[torch.Tensor, torch.Tensor | None] = {}
+        self._before: dict[torch.Tensor, torch.Tensor | None] = {}  # set aside, until autograd has added
+        self._has_accumulated = False  # in this backward
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        return f"PlainGradients({len(self._known)} parameters, {len(self._held)} gradients of this rank alone)"
+
+    @staticmethod
+    def of(store: Store) -> PlainGradients | None:
+        """Return those of the model that is sharded in ``store``, if there is one."""
+        return next((each for each in _all if each._engine.store is store), None)
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def look(self, updated: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Follow the parameters that are there now; where some are new, blocks for all ranks.
+
+        ``updated``: those of the optimizer, by name, in the model or not. Raises UsageError, on all ranks, where the
+        parameters are not the same on all.
+        """
+        self._updated = self._updated if updated is None else dict(updated)
+        model = self._engine.model()
+        every = () if model is None else model.named_parameters()
+        found: dict[str, torch.Tensor] = {n: p for n, p in every if not isinstance(p, TieredParameter) and p.numel()}
+        ours = set(map(id, found.values()))
+        beside = {f"{name} of the optimizer": p for name, p in self._updated.items() if id(p) not in ours and p.numel()}
+        found |= beside
+        if [(name, id(p)) for name, p in found.items()] != [(name, id(p)) for name, p in self._known.items()]:
+            self._agree(found)
+        for parameter in found.values():
+            if parameter.requires_grad and parameter not in self._hooks:
+                self._watch(parameter)
+
+    def _agree(self, found: dict[str, torch.Tensor]) -> None:
+        """Take over ``found``, the same on all ranks; those that are new get the values of rank 0."""
+        old = set(map(id, self._known.values()))
+        new = [parameter for parameter in found.values() if id(parameter) not in old]
+        lines = [
+            f"{'another' if id(p) in old else 'a new'} parameter {name}, {tuple(p.shape)} {p.dtype}"
+            for name, p in found.items()
+        ]
+        advice = "the same ones on all ranks, with the same names, shapes and dtypes, added in the same order"
+        self._collectives.ranks.check_equal("parameters beside the sharded ones", lines, advice)
+        with torch.no_grad():
+            for parameter, value in zip(new, self._collectives.of_first(new), strict=True):
+                parameter.copy_(value)
+        self._known = found
+        kept = set(map(id, found.values()))
+        for parameter in [each for each in self._hooks if id(each) not in kept]:
+            self._held.pop(parameter, None)
+            for hook in self._hooks.pop(parameter):
+                hook.remove()
+
+    def _watch(self, parameter: torch.Tensor) -> None:
+        own, its = weakref.ref(self), weakref.ref(parameter)  # lifetime: the collector does not look into hooks
+
+        def accumulating(_: torch.Tensor) -> None:
+            me, parameter = own(), its()
+            if me is not None and parameter is not None:
+                me._accumulating(parameter)
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            me = own()
+            if me is not None and parameter in me._before:
+                me._held[parameter] = me._before.pop(parameter)
+            if me is not None:
+                me._has_accumulated = True
+
+        post = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        self._hooks[parameter] = (parameter.register_hook(accumulating), post)  # type: ignore[no-untyped-call]
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _accumulating(self, parameter: torch.Tensor) -> None:
+        """Autograd is about to accumulate the gradient of ``parameter``, or torch.autograd.grad to return it."""
+        with self._engine.working_set.mark:
+            self._seen()
+            if parameter in self._held:
+                if parameter.grad is None:  # the caller has dropped it
+                    self._held[parameter] = None
+            elif parameter not in self._before:
+                self._before[parameter], parameter.grad = parameter.grad, None
+
+    def restore(self) -> None:
+        """A backward is over: what was set aside is the gradient again, unless autograd has added to it."""
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+        self._before.clear()
+
+    def clear_accumulated(self) -> bool:
+        """Forget what the backward has done; return whether it has accumulated anything."""
+        self.restore()
+        found, self._has_accumulated = self._has_accumulated, False
+        return found
+
+    def have_graphs(self) -> bool:
+        """Return whether this rank's gradients are differentiable, by backward(create_graph=True)."""
+        return any(p.grad is not None and p.grad.requires_grad for p in self._held)
+
+    def are_added(self) -> bool:
+        """Return whether there are gradients that only backwards under ``tiered.accumulate`` have added to."""
+        self.restore()  # after a backward that failed
+        return any(parameter.grad is not None for parameter in self._held)
+
+    def drop(self) -> None:
+        """Drop the gradients of this rank alone."""
+        for parameter in self._held:
+            parameter.grad = None
+        self._held.clear()
+
+    def forget(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` were dropped or zeroed: forget what they were."""
+        for parameter in parameters:
+            self._held.pop(parameter, None)
+
+    def mask(self) -> bytes:
+        """Return a bit for each parameter: whether this rank has a gradient to exchange."""
+        known = self._known.values()
+        bits = sum(1 << n for n, p in enumerate(known) if p in self._held and p.grad is not None)
+        return bits.to_bytes(-(-len(known) // 8), "little")
+
+    def exchange(self, masks: Sequence[bytes]) -> None:
+        """Make the gradients that some rank has the means of all; ``masks`` are the bits of each. Blocks."""
+        bits = functools.reduce(operator.or_, [int.from_bytes(mask, "little") for mask in masks])
+        used = [parameter for n, parameter in enumerate(self._known.values()) if bits >> n & 1]
+        with torch.no_grad():
+            parts = [self._own(parameter) for parameter in used]
+            if parts:
+                flat = torch.cat([part.view(torch.uint8) for part in parts])
+                (whole,) = self._collectives.all_gather([flat], "plain gradients")
+                columns = torch.split(whole.view(len(masks), -1), [part.nbytes for part in parts], dim=1)
+                for parameter, mean, pieces in zip(used, parts, columns, strict=True):
+                    add_mean(mean, pieces.contiguous().view(mean.dtype), is_first=True)
+                    self._add(parameter, mean.view(parameter.shape))
+        self._held.clear()
+
+    def _own(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return this rank's gradient, (numel,) in the order of indices; zeros where there is none."""
+        own = torch.zeros(parameter.shape, dtype=parameter.dtype, device="cpu")
+        if parameter in self._held and parameter.grad is not None:
+            if parameter.grad.layout is not torch.strided:
+                names = [name for name, each in self._known.items() if each is parameter]
+                raise UsageError(f"parameter {names[0]}: a {parameter.grad.layout} gradient; expected a dense one")
+            own.copy_(parameter.grad)
+        return own.view(-1)
+
+    def _add(self, parameter: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add ``mean`` to what earlier backwards of the step have exchanged."""
+        before = parameter.grad
+        if parameter in self._held:  # the caller may have dropped it since
+            before = None if before is None else self._held[parameter]
+        parameter.grad = (
+            torch.empty_like(parameter).copy_(mean) if before is None else before.add_(mean.to(before.device))
+        )

@@ -22,11 +22,13 @@ from tiered.zero.formats.codec import Bucket, Piece, divide
 from tiered.zero.formats.rules import Hyperparameters
 from tiered.zero.formats.state_layout import Layouts, Tile
 from tiered.zero.formats.tile_scratch import TileScratch
+from tiered.zero.gradients.exchange import PlainGradients
 from tiered.zero.layout import Place, UnitLayout
 from tiered.zero.model_state import refuse_missing
 from tiered.zero.optimizer.fp32_masters import Masters, leased, master_key, masters_nbytes, offsets_of
-from tiered.zero.parameters.unit import Segment, Unit
+from tiered.zero.parameters.unit import Segment, Unit, digest
 from tiered.zero.state_dict_copies import memory_for_copies
+from tiered.zero.step import ONLY_ADDED
 
 __all__ = ["OptimizerState", "PlainSegment", "PlainUnit", "StateUnit"]
 
@@ -56,6 +58,10 @@ class PlainSegment(Segment):
             gradient = ordered.copy_(gradient)
         return gradient.detach().as_strided((self.numel,), (1,))
 
+    def describe(self) -> str:
+        """Return what an update will find, by digests; over ranks all have the same."""
+        return f"a gradient of {self.name}, {digest(self.gradient()):016x}, and its values {digest(self.memory()):016x}"
+
 
 class PlainUnit:
     """Plain parameters as one unit of optimizer state."""
@@ -63,6 +69,7 @@ class PlainUnit:
     def __init__(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
         self.name, self.world = "plain", 1
         self.segments: list[PlainSegment] = []
+        self._exchanged: PlainGradients | None = None  # over ranks
         for name, parameter in parameters:
             if parameter.device.type != "cpu":
                 raise UsageError(
@@ -82,8 +89,31 @@ class PlainUnit:
         """Return the segments whose parameters have a gradient now."""
         return [segment for segment in self.segments if segment.parameter.grad is not None]
 
+    def share(self, store: Store, what: str) -> None:
+        """Over ranks: take rank 0's values, and have the backwards of the model in ``store`` exchange gradients.
+
+        Blocks for all ranks. Raises UsageError.
+        """
+        if store.ranks is None:
+            return
+        self._exchanged = PlainGradients.of(store)
+        if self._exchanged is None:
+            raise UsageError(
+                f"{what} over ranks on plain parameters alone, such as {self.segments[0].name}: only the backwards of a"
+                " sharded model exchange gradients; expected parameters that are used with one in the same store"
+            )
+        self._exchanged.look({segment.name: segment.parameter for segment in self.segments})
+
+    def describe(self) -> list[str]:
+        """Return what an update will find, over ranks. Raises UsageError for gradients of this rank alone."""
+        if self._exchanged is not None and self._exchanged.are_added():
+            raise UsageError(ONLY_ADDED)
+        return [segment.describe() for segment in self.trained()]
+
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Drop all gradients, or zero them."""
+        if self._exchanged is not None:
+            self._exchanged.forget([segment.parameter for segment in self.segments])
         for segment in self.segments:
             gradient = segment.parameter.grad
             if set_to_none or gradient is None:

@@ -201,13 +201,13 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 'update="backward" on plain parameters; expected sharded ones: call tiered.shard, or update="step"'
             )
         model = self._store.registered("tiered.model")
-        if plain and model:
-            check_added(plain)
         if plain:
+            check_added(plain if model else ())
             self._plain = PlainUnit([(named.get(id(p), f"plain.{i}"), p) for i, p in enumerate(plain)])
             self._segments |= {segment.parameter: segment for segment in self._plain.segments}
             ours = {id(p) for p in model.model.parameters()} if model else ()
             self._beside = {s.name: s.parameter for s in self._plain.segments if ours and id(s.parameter) not in ours}
+            self._plain.share(self._store, self.title)
         self._segments |= {p: p.segment for p in self._parameters() if isinstance(p, TieredParameter)}
         committed = self._store.registered_state("tiered.optimizer") if self._store.durable else None
         units: list[StateUnit] = [] if engine is None else [*engine.units]
@@ -250,14 +250,9 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             self._drive(engine)
 
     def _check_equal(self) -> None:
-        """Over ranks: raise UsageError for plain parameters, and for an optimizer that is another on some rank."""
+        """Over ranks: raise UsageError, on all, for an optimizer that is another on some rank."""
         if self._store.ranks is None:
             return
-        if self._plain is not None:
-            raise UsageError(
-                f"{self.title} over ranks on plain parameters, such as {self._plain.segments[0].name}: it comes with a"
-                " later release; expected sharded ones: add them to the model before tiered.shard"
-            )
         lines = [f"{key} {value!r}" for key, value in self._description().items()]
         lines += [repr(options_of(self.param_groups)), f"update={self.in_backward}"]
         self._store.ranks.check_equal(self.title, lines, "the same optimizer on all ranks")
@@ -298,6 +293,8 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
                 self._add_state(self._plain, late) if late else None
             if self._engine is not None:
                 self._step(self._engine)
+            elif self._store.ranks is not None:
+                self._check_step(self._store.ranks, ())
             if self._plain is not None:
                 self._step_plain(self._plain)
         self._frozen = None
@@ -322,6 +319,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         """Raise UsageError, on all ranks, unless all are about to make the same step; blocks for all of them."""
         frozen = self._frozen or [self.rule.freeze(group) for group in self.param_groups]
         lines = [f"hyperparameters {group}" for group in frozen]
+        lines += [] if self._plain is None else self._plain.describe()
         for unit in due:
             sources = unit.gradients.sources.items()
             lines += [

@@ -16,7 +16,7 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.copies import HostBytes
 from tiered.tiers.device_memory import DeviceBuffer
 
-__all__ = ["DeviceSlots", "GatherSlots", "Owner", "Slots"]
+__all__ = ["DeviceSlots", "GatherSlots", "Owner", "SlotMemory"]
 
 
 class Owner(Protocol):
@@ -28,7 +28,7 @@ class Owner(Protocol):
         ...
 
 
-class Slots(Protocol):
+class SlotMemory(Protocol):
     """Buffers for collectives. One thread at a time."""
 
     def take(self, nbytes: int) -> tuple[Any, torch.Tensor]:

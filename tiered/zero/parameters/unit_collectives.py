@@ -22,7 +22,7 @@ from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer
 from tiered.zero.layout import UnitLayout
-from tiered.zero.parameters.gather_slots import DeviceSlots, GatherSlots, Owner, Slots
+from tiered.zero.parameters.gather_slots import DeviceSlots, GatherSlots, Owner, SlotMemory
 
 __all__ = ["Exchange", "UnitCollectives"]
 
@@ -38,7 +38,7 @@ class _GatheredByAll(Gathered):
 
     def __init__(
         self,
-        slots: Slots,
+        slots: SlotMemory,
         shards: Sequence[Lease],
         whole: Sequence[tuple[Owner, torch.Tensor]],
         pieces: list[torch.Tensor],
@@ -117,7 +117,7 @@ class UnitCollectives:
     long on each, or None; ``told`` is then what they have told. ``slots`` are where bytes move.
     """
 
-    slots: Slots
+    slots: SlotMemory
 
     def __init__(self, ranks: Ranks, working_set: Residency, tier: ComputeTier) -> None:
         self.rank, self.world = ranks.rank, ranks.world
@@ -246,7 +246,7 @@ class UnitCollectives:
         return told
 
     @staticmethod
-    def _give(slots: Slots, whole: list[tuple[Any, torch.Tensor]]) -> None:
+    def _give(slots: SlotMemory, whole: list[tuple[Any, torch.Tensor]]) -> None:
         """Give the buffers of ``whole`` back, which is empty afterwards: their tensors must have died."""
         buffers = [buffer for buffer, _ in whole]
         whole.clear()
@@ -268,12 +268,12 @@ class UnitCollectives:
         every = torch.frombuffer(bytearray(told), dtype=torch.float64)
         return every.view(self.world, *mine.shape).to(mine.dtype)
 
-    def all_gather(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def all_gather(self, shards: list[torch.Tensor], what: str = "a moved span") -> list[torch.Tensor]:
         """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's: ordinary memory."""
         whole = [torch.empty(self.world * shard.numel(), dtype=torch.uint8, device="cpu") for shard in shards]
         for shard, each in zip(shards, whole, strict=True):
             self._piece(each).copy_(shard)
-        for ticket in [self.ranks.comm_thread.gather("a moved span", each) for each in whole]:
+        for ticket in [self.ranks.comm_thread.gather(what, each) for each in whole]:
             ticket.wait()
         return whole
 
