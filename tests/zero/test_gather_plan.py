@@ -43,21 +43,25 @@ class Program:
         self.is_in_forward = True
         self.log: list[tuple[str, int]] = []
         self.beyond: set[int] = set()  # units that one operation took beyond the slots
+        self.ahead: int | None = None
 
     def release(self, unit: int) -> None:
-        assert unit in self.gathered, "a release has a gather before it"
-        assert unit not in self.plan.lent
+        assert unit in self.gathered or unit == self.ahead, "a release has a gather before it"
+        assert unit not in self.plan.lent or unit == self.ahead
         self.log.append(("release", unit))
         self.gathered.discard(unit)
+        self.ahead = None if self.ahead == unit else self.ahead
         self.beyond.discard(unit)
         self.plan.released(unit)
 
     def open(self, unit: int, running: set[int]) -> None:
         if unit in self.gathered:
             return
+        use = "forward" if self.is_in_forward else "backward"
         moves: Moves[int] = self.plan.open(
-            unit, used=set(self.calls), running=running, until_backward=self.is_in_forward
+            unit, used=set(self.calls), running=running, until_backward=self.is_in_forward, use=use
         )
+        self.ahead = None if self.ahead == unit else self.ahead
         assert not running & {*moves.before, *moves.after}, "an operation keeps its units"
         assert ROOT not in (*moves.before, *moves.after) or unit == ROOT
         for each in moves.before:
@@ -72,11 +76,20 @@ class Program:
         for each in moves.after:
             self.release(each)
         self.check()
+        assert self.ahead is None, "a unit that is gathered ahead is used next, or goes"
+        following = self.plan.next_ahead()
+        if following is not None:
+            assert following not in self.gathered
+            self.ahead = following
+            self.log.append(("gather ahead", following))
+        self.check()
 
     def check(self) -> None:
         assert set(self.plan.gathered) == self.gathered
         most = NUM_UNITS if self.plan.keeps else self.plan.num_slots
-        assert len(self.gathered - {ROOT} - self.beyond - self.plan.lent) <= most
+        taken = {*self.gathered, *([] if self.ahead is None else [self.ahead])}
+        assert self.plan.ahead == self.ahead
+        assert len(taken - {ROOT} - self.beyond - self.plan.lent) <= most
 
     def run(self, event: Event) -> None:
         if event.word == "call":
@@ -97,7 +110,7 @@ class Program:
                 assert running <= self.gathered, "each unit of an operation is gathered when it runs"
         elif event.word == "lend":
             for unit in event.units:
-                if unit in self.gathered and unit not in self.plan.lent:
+                if unit == self.ahead or (unit in self.gathered and unit not in self.plan.lent):
                     self.release(unit)
                 self.plan.lent.add(unit)
                 self.open(unit, set())
