@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import time
 from collections import Counter
@@ -18,13 +19,33 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiered
-from tests.models import CASES, Case
+from tests.models import CASES, GPT, Case, Vectors, batch_of_tokens, batch_of_vectors
 from tests.ranks.processes import case
 from tests.reference import MasterAdamW, Recipe, Trained, means_of, ranks_reference
 from tests.zero.training import SEED, Session, budget_named_in, start
 from tiered.errors import CapacityError
 
-__all__ = ["change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+__all__ = ["ZOO", "change", "compact_by_one_rank", "digests_of", "expected", "recipe_of"]
+
+
+class Hollow(torch.nn.Module):
+    """One element, which lies on the first rank, so that the others have padding; parameters and spans of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.empty = torch.nn.Parameter(torch.empty(0, 37))
+        self.wide = torch.nn.Parameter(torch.empty(3, 0, dtype=torch.float64))
+        self.fixed = torch.nn.Parameter(torch.empty(0, 2, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + (self.empty.sum() + self.wide.sum() + self.fixed.sum()).to(x.dtype)
+
+
+ZOO = CASES | {
+    "gpt_509": Case(functools.partial(GPT, 2, vocab=509), functools.partial(batch_of_tokens, vocab=509)),
+    "hollow": Case(functools.partial(Vectors, Hollow), batch_of_vectors, unit=(Hollow,)),
+}
 
 _groups: dict[int, Any] = {}  # of the first ranks, by their number
 
@@ -86,7 +107,7 @@ def _clip_by_torch(model: torch.nn.Module, max_norm: float) -> Tensor:
 def _train(
     model: str, group: Any, recipe: Recipe, update: str, nbytes: int, options: dict[str, Any]
 ) -> tuple[Trained, dict[str, tuple[int, int]]]:
-    zoo = over_ranks(CASES[model], group.rank(), group.size())
+    zoo = over_ranks(ZOO[model], group.rank(), group.size())
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(
@@ -111,7 +132,7 @@ def expected(
     before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
-    zoo, recipe = CASES[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    zoo, recipe = ZOO[model], recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
     bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: how a sum is divided among threads shows in its bits
@@ -150,7 +171,7 @@ def digests_of(trained: Trained) -> dict[str, str]:
 
 def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]:
     """Return the digests of one rank of tiered that is given the means of the gradients of ``world`` models."""
-    zoo, recipe = CASES[model], recipe_of(dtype)
+    zoo, recipe = ZOO[model], recipe_of(dtype)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -190,7 +211,7 @@ def count(send: Callable[[Any], None], *, world: int, stage: int, update: str, n
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     recipe, nbytes = recipe_of("fp32", num_micro_steps=num_micro_steps), 8 << 20
-    zoo = over_ranks(CASES["gpt"], group.rank(), world)
+    zoo = over_ranks(ZOO["gpt"], group.rank(), world)
     while True:
         try:
             with (
@@ -256,7 +277,7 @@ def differ(send: Callable[[Any], None], *, kind: str, world: int, deadline_s: fl
 
 
 def _differ(kind: str, store: tiered.Store, rank: int, world: int) -> str:
-    zoo = over_ranks(CASES["gpt"], rank, world)
+    zoo = over_ranks(ZOO["gpt"], rank, world)
     session = start(zoo, recipe_of("fp32"), store)
     model, is_odd = session.model, rank == 0
     session.run_step(0)
@@ -303,7 +324,7 @@ def scale(send: Callable[[Any], None], *, world: int) -> Any:
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    zoo, found = over_ranks(CASES["gpt"], group.rank(), world), []
+    zoo, found = over_ranks(ZOO["gpt"], group.rank(), world), []
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,
@@ -359,7 +380,7 @@ def unfreeze(send: Callable[[Any], None], *, world: int, dtype: str) -> Any:
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    zoo = over_ranks(CASES["odd_sizes"], group.rank(), group.size())
+    zoo = over_ranks(ZOO["odd_sizes"], group.rank(), group.size())
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,

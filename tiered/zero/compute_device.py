@@ -98,9 +98,13 @@ def named_device(word: str | torch.device, device_memory: int | None = None) -> 
 
 
 def tier_of(device: torch.device, store: Store) -> ComputeTier:
-    """Return the tier of ``device``; one of an accelerator has no memory before ``give_memory``."""
+    """Return the tier of ``device``; one of an accelerator has no memory before ``give_memory``. UsageError."""
     if device.type == "cpu":
         return ComputeTier(store.working_set)
+    if store.ranks is not None:
+        raise UsageError(
+            f"several ranks on {device}: it comes with a later release; expected device='cpu', or one rank"
+        )
     return AcceleratorTier(store.working_set, device, 0)
 
 

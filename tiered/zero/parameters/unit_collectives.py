@@ -156,16 +156,18 @@ class UnitCollectives:
     def gather(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> Gathered:
         """Bring the whole spans of whose shards ``keys`` are into DRAM; blocks on a swap in and for the other ranks.
 
-        Raises the errors of ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
+        With ``mode`` "w" the bytes are undefined, and no other rank takes part. Raises the errors of
+        ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
         """
         whole: list[tuple[Buffer, torch.Tensor]] = []
         payload, self.payload = self.payload, None
-        with self._together(f"gather of {keys[0]}"):
+        with self.ranks.together(f"gather of {keys[0]}"):
             shards = tier.gather(keys, mode).leases
             try:
                 for lease in shards:
                     whole.append(self.slots.take(self.world * lease.tensor.numel()))
-                    self._piece(whole[-1][1]).copy_(lease.tensor)
+                    if mode != "w":
+                        self._piece(whole[-1][1]).copy_(lease.tensor)
             except BaseException:
                 buffers = [buffer for buffer, _ in whole]
                 whole.clear()  # lifetime: their tensors
@@ -180,11 +182,11 @@ class UnitCollectives:
                 shards = ()
         with self.using(*(buffer for buffer, _ in whole), *shards):
             tickets = []
-            for key, (buffer, tensor) in zip(keys, whole, strict=True):
+            for key, (buffer, tensor) in zip(keys, whole, strict=True) if mode != "w" else ():
                 what = f"{key.removeprefix(_PARAMETERS)} for {self.use}"
                 tickets.append(self.ranks.comm_thread.gather(what, tensor, payload=payload or b"", owner=buffer))
                 payload = None
-            self.told, *_ = [ticket.wait() for ticket in tickets]
+            self.told, *_ = [ticket.wait() for ticket in tickets] or [()]
         return _GatheredByAll(self.slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
 
     def _piece(self, whole: torch.Tensor) -> torch.Tensor:
@@ -236,7 +238,7 @@ class UnitCollectives:
         The spans lie in ``buffer``, which is in use until ``Exchange.wait`` has returned. ``payload`` goes to all.
         """
         assert buffer.lease is not None
-        with self._together(f"exchange of {name}"):
+        with self.ranks.together(f"exchange of {name}"):
             place, received = self.slots.take(sum(span.numel() for span in spans))
         tickets, start, owner = list[Ticket](), 0, (buffer.lease.buffer, place)
         with self.using(buffer.lease, place):
@@ -246,15 +248,6 @@ class UnitCollectives:
                 tickets.append(exchange(name, span, received=part, payload=payload, owner=owner))
                 start, payload = start + span.numel(), b""
         return Exchange(self, buffer.lease, place, received, tickets)
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """This rank prepares a collective by itself: where that fails, the others hear of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.ranks.abandon(error, what)
-            raise
 
     @contextmanager
     def using(self, *owners: object) -> Iterator[None]:
