@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,11 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM
 
 import tiered
+from tests.models import GPT, Case, batch_of_tokens
 from tests.ranks.processes import case
-from tests.ranks.training import digests_of, group_of
+from tests.ranks.training import ZOO, digests_of, group_of, over_ranks, pieces_of, recipe_of
 from tests.reference import Trained
-from tests.transformer import GPT
-from tests.zero.training import budget_named_in
+from tests.zero.training import budget_named_in, start
 from tiered.errors import CapacityError
 
 constructing: Any = importlib.import_module("tiered.zero.construct")  # tiered.zero has the function of that name
@@ -72,10 +73,20 @@ class _Apart(nn.Module):
         self.third.weight.data = self.third.weight.data + self.first.weight.sum() * 0
 
 
+def _batch(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return batch_of_tokens(index, vocab=509)
+
+
+def _loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return model(input_ids=batch[0], labels=batch[1]).loss  # type: ignore[no-any-return]
+
+
+ZOO["bert"] = Case(_bert, _batch, _loss)
+
 BUILDS: dict[str, Callable[[], nn.Module]] = {
     "habits": _habits,
     "bert": _bert,
-    "large": lambda: nn.Sequential(*(nn.Linear(320, 320, bias=False) for _ in range(100))),
+    "large": lambda: nn.Sequential(*(nn.Linear(320, 320, bias=False) for _ in range(64))),
 }
 
 
@@ -158,3 +169,35 @@ def construct_apart(send: Callable[[Any], None], *, kind: str, world: int, parks
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@case
+def accelerate(send: Callable[[Any], None], *, num_micro_steps: int) -> Any:
+    """Train BERT by the loop of accelerate over all ranks, which clips by torch's function; return digests."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    zoo, recipe = over_ranks(ZOO["bert"], rank, world), recipe_of("fp32", num_micro_steps=num_micro_steps)
+    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    with (
+        tempfile.TemporaryDirectory(prefix="tiered-") as directory,
+        mock.patch.dict(os.environ, told),
+        tiered.Store(directory, dram=(64 << 20) * world, durable=False, rank_deadline=30) as store,
+    ):
+        session = start(zoo, recipe, store)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_micro_steps)
+        assert accelerator.num_processes == world
+        model, optimizer = accelerator.prepare(session.model, session.optimizer)
+        assert model is session.model
+        for index in range(recipe.num_steps * num_micro_steps):
+            with accelerator.accumulate(model):
+                loss = zoo.loss(model, zoo.batch(index))
+                accelerator.backward(loss)
+                session.trained.losses.append(loss.detach().clone())
+                if accelerator.sync_gradients:
+                    session.trained.norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.4).clone())
+                optimizer.step()
+                optimizer.zero_grad()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        return {"digests": digests_of(session.collect()), "pieces": pieces_of(model)}
