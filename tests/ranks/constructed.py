@@ -45,6 +45,7 @@ def _habits() -> nn.Module:
         if parameter.ndim == 2 and parameter.numel() and parameter.dtype == torch.float32:
             nn.init.orthogonal_(parameter)
     gpt: Any = model["gpt"]
+    kept = gpt.blocks[0].proj.weight.data
     with torch.no_grad():
         gpt.blocks[0].fc.weight[3:5] = 0.5
         gpt.pos.weight.mul_(gpt.emb.weight.norm())
@@ -52,6 +53,7 @@ def _habits() -> nn.Module:
     gpt.blocks[0].fc.weight.data = gpt.blocks[1].fc.weight.data.sin().t()
     gpt.blocks[1].ln1.bias = nn.Parameter(torch.randn(24))
     del gpt.blocks[1].ln2.bias
+    kept[2:4] = 1.5
     return model
 
 
@@ -68,6 +70,8 @@ class _Apart(nn.Module):
         if kind == "fails":
             raise ValueError("no such width")
         self.second = nn.Linear(64, 64)
+        if kind == "shares":
+            self.second.weight.data = self.first.weight.data
         nn.init.constant_(self.first.weight, 2.0 if kind == "constants" else 1.0)
         self.third = nn.Linear(64, 64)
         self.third.weight.data = self.third.weight.data + self.first.weight.sum() * 0
@@ -161,7 +165,7 @@ def construct_apart(send: Callable[[Any], None], *, kind: str, world: int, parks
             mock.patch.object(constructing, "_SHOWN_PART", part),
         ):
             with tiered.construct(store) if kind != "not constructed" or not is_odd else contextlib.nullcontext():
-                model = _Apart(kind if is_odd else "")
+                model = _Apart(kind if is_odd or kind == "shares" else "")
             if is_odd and kind == "drive":
                 with mock.patch.object(type(store.working_set), "swap_out", side_effect=OSError("a drive")):
                     tiered.shard(model, store)

@@ -79,6 +79,7 @@ def test_each_byte_is_written_once(ranks: Ranks) -> None:
         ("values", True, "UsageError.*drawn other random numbers up to Linear.weight.*torch.manual_seed"),
         ("values", False, "UsageError.*the ranks differ.*parameter first.bias.*torch.manual_seed"),
         ("constants", True, "UsageError.*the ranks differ.*parameter first.weight.*torch.manual_seed"),
+        ("shares", True, "UsageError.*data of Linear.weight, to share its memory"),
         ("fails", True, "no such width"),
         ("drive", False, "a drive"),
         ("not constructed", False, "UsageError.*the ranks differ.*parameter first.weight.*digest"),

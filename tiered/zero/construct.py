@@ -30,7 +30,7 @@ from tiered.zero.parameters.module_calls import num_on_stack
 from tiered.zero.parameters.parameter import TieredParameter, name_of, without_dispatch
 from tiered.zero.parameters.tensor_without_bytes import placeholder
 from tiered.zero.parameters.unit import Segment, digest
-from tiered.zero.parameters.unit_collectives import UnitCollectives
+from tiered.zero.parameters.unit_collectives import GatheredByAll, UnitCollectives
 from tiered.zero.torch_func_guard import guard_functorch
 
 __all__ = ["ConstructedParameter", "construct"]
@@ -51,7 +51,8 @@ class ConstructedParameter:
         self.key = f"construct/{next(_numbers.setdefault(construction.store, itertools.count()))}"
         self.segment = segment
         self.digest = 0  # over ranks: of the values as this one has made them, when they were parked
-        self._mixed = -1, 0  # the digest of pieces of other values, brought together; and of this rank's before
+        self._found = 0  # the digest of the bytes themselves
+        self._mixed = -1, 0  # that of pieces of other values, brought together; and this rank's ``digest`` before
         self.gathered: Gathered | None = None
         self.tier = construction.tier_of(segment.parameter.device)
         self.num_ops = 0
@@ -84,6 +85,7 @@ class ConstructedParameter:
         if not isinstance(comm, UnitCollectives) or mode == "w":
             return comm.gather(self.tier, [self.key], mode)
         drawn = digest(torch.get_rng_state()) if self.owner.is_open else 0
+        self.join()
         comm.use, comm.payload = self.segment.name, drawn.to_bytes(8, "little") + self.digest.to_bytes(8, "little")
         gathered = comm.gather(self.tier, [self.key], mode)
         if len({told[:8] for told in comm.told}) > 1:
@@ -93,11 +95,23 @@ class ConstructedParameter:
                 " same on all: torch.manual_seed(0) before the model is built"
             )
         if len(set(comm.told)) > 1:  # by right until they are initialised: else ``shard`` refuses them
-            self._mixed = self._digest(gathered), self.digest
+            self._mixed = digest(gathered.whole[0][: self.segment.nbytes]), self.digest
         return gathered
 
-    def _digest(self, gathered: Gathered) -> int:
-        return digest(gathered.whole[0][: self.segment.nbytes])
+    def _was_written(self, whole: torch.Tensor) -> bool:
+        """Return whether the bytes are others than at the last call."""
+        before, self._found = self._found, digest(whole[: self.segment.nbytes])
+        self.digest = self._mixed[1] if self._found == self._mixed[0] else self._found
+        return self._found != before
+
+    def join(self) -> None:
+        """Over ranks: have what tensors on the parked bytes wrote, such as one of ``.data`` that was kept."""
+        if (gathered := self.owner.seen.pop(self, None)) is not None:
+            assert isinstance(self.owner.comm, UnitCollectives)
+            gathered.look(self.owner.comm)
+            if self._was_written(gathered.whole[0]):
+                gathered.write_back()
+            gathered.release(())
 
     @property
     def is_divided(self) -> bool:
@@ -125,7 +139,9 @@ class ConstructedParameter:
             lease.release()
 
     def lies_in(self, storage: int) -> bool:
-        """Return whether the parameter is shown in the storage of that address."""
+        """Return whether the parameter, or a tensor of its ``.data``, is shown in the storage of that address."""
+        if self in self.owner.seen:
+            return self.owner.seen[self].lies_in(storage)
         return self.gathered is not None and self.gathered.whole[0].untyped_storage().data_ptr() == storage
 
     def park(self) -> None:
@@ -134,12 +150,14 @@ class ConstructedParameter:
             gathered = self.take()
             gathered.use()
             if self.is_divided:
-                found, (mixed, before) = self._digest(gathered), self._mixed
-                self.digest = before if found == mixed else found
+                self._was_written(gathered.whole[0])
             gathered.write_back()
             with without_dispatch():
                 self.segment.parameter.data = placeholder(self.segment.shape, self.segment.dtype, self.tier.device)
-            gathered.release(())
+            if isinstance(gathered, GatheredByAll) and self.owner.is_open and gathered.is_seen():
+                self.owner.seen[self] = gathered
+            else:
+                gathered.release(())
 
     def take(self) -> Gathered:
         """Return the lease, which is the caller's now: the parameter is not shown any more."""
@@ -158,6 +176,7 @@ class _Construction:
         self.is_open = True
         self.shown: dict[ConstructedParameter, None] = {}  # oldest first
         self.shown_nbytes = 0
+        self.seen: dict[ConstructedParameter, GatheredByAll] = {}  # parked ones that tensors of the constructor's show
         self.comm = NullComm() if store.ranks is None else UnitCollectives(store.ranks, store.working_set)
         self._tiers: dict[torch.device, ComputeTier] = {}
         store.working_set.add_reclaimer(self._reclaim)
@@ -176,7 +195,7 @@ class _Construction:
         with self.store.working_set.mark:
             old: Any = segment.unit
             storage = storage_address(value)
-            for other in self.shown:
+            for other in (*self.shown, *self.seen):
                 if other is not old and other.lies_in(storage):
                     raise UsageError(
                         f"parameter {segment.name}: .data of {other.segment.name}, to share its memory; expected one"
@@ -263,6 +282,8 @@ class _Construction:
 
     def make_room(self, nbytes: int) -> None:
         """Over ranks: park the oldest, so that with ``nbytes`` more a part of the budget is shown."""
+        for constructed in [each for each, gathered in self.seen.items() if not gathered.is_there(0)]:
+            constructed.join()
         most = self.store.working_set.budget_bytes // _SHOWN_PART - nbytes
         for constructed in list(self.shown) if self.comm.world > 1 and self.shown_nbytes > most else ():
             if self.shown_nbytes > most and constructed.num_ops == 0:
@@ -287,6 +308,8 @@ class _Construction:
     def end(self) -> None:
         """Give every lease and all memory back; parameters may not be touched any more."""
         self.park_all()
+        for constructed in list(self.seen):
+            constructed.join()
         for tier in self._tiers.values():
             tier.forget()
         self.is_open = False

@@ -20,7 +20,7 @@ from tiered.ranks.ranks import Ranks
 from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer
 
-__all__ = ["Exchange", "UnitCollectives"]
+__all__ = ["Exchange", "GatheredByAll", "UnitCollectives"]
 
 _PARAMETERS = "model/parameters/"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -83,7 +83,7 @@ class GatherSlots:
             self._working_set.unreserve(self._free.pop())
 
 
-class _GatheredByAll(Gathered):
+class GatheredByAll(Gathered):
     """A unit's spans that all ranks have put together. See ``Gathered``."""
 
     __slots__ = ("_buffers", "_slots")
@@ -103,6 +103,22 @@ class _GatheredByAll(Gathered):
     def is_there(self, span: int) -> bool:
         """Return whether ``whole[span]`` is memory of the span still, because a tensor that lies in it lives."""
         return self._buffers[span].is_aliased
+
+    def is_seen(self) -> bool:
+        """Drop the own tensors; return whether others show the first span."""
+        self.whole = self.shard = []
+        return self.is_there(0)
+
+    def lies_in(self, storage: int) -> bool:
+        """Return whether a span lies in the storage of that address."""
+        return any(buffer.address == storage for buffer in self._buffers)
+
+    def look(self, comm: UnitCollectives) -> None:
+        """Have own tensors again, which do not count as seen. For a gather of a lease that lasts."""
+        sizes = [comm.world * lease.tensor.numel() for lease in self.leases]
+        memories = [buffer.memory for buffer in self._buffers]
+        flats = [torch.frombuffer(m, dtype=torch.uint8, count=n) for m, n in zip(memories, sizes, strict=True)]
+        self.whole, self.shard = flats, [comm.piece(flat) for flat in flats]
 
     def release(self, unchanged: Collection[int]) -> None:
         """Give everything back; bytes that a tensor still shows stay counted until it dies."""
@@ -167,7 +183,7 @@ class UnitCollectives:
                 for lease in shards:
                     whole.append(self.slots.take(self.world * lease.tensor.numel()))
                     if mode != "w":
-                        self._piece(whole[-1][1]).copy_(lease.tensor)
+                        self.piece(whole[-1][1]).copy_(lease.tensor)
             except BaseException:
                 buffers = [buffer for buffer, _ in whole]
                 whole.clear()  # lifetime: their tensors
@@ -187,9 +203,10 @@ class UnitCollectives:
                 tickets.append(self.ranks.comm_thread.gather(what, tensor, payload=payload or b"", owner=buffer))
                 payload = None
             self.told, *_ = [ticket.wait() for ticket in tickets] or [()]
-        return _GatheredByAll(self.slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
+        return GatheredByAll(self.slots, shards, whole, [self.piece(tensor) for _, tensor in whole])
 
-    def _piece(self, whole: torch.Tensor) -> torch.Tensor:
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole span, (nbytes,) uint8."""
         return whole.view(self.world, -1)[self.rank]
 
     def tell(self, word: str) -> None:
@@ -208,7 +225,7 @@ class UnitCollectives:
         """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's: ordinary memory."""
         whole = [torch.empty(self.world * shard.numel(), dtype=torch.uint8, device="cpu") for shard in shards]
         for shard, each in zip(shards, whole, strict=True):
-            self._piece(each).copy_(shard)
+            self.piece(each).copy_(shard)
         for ticket in [self.ranks.comm_thread.gather("a moved span", each) for each in whole]:
             ticket.wait()
         return whole
