@@ -14,9 +14,11 @@ VOCAB = 61
 WIDTH = 24
 
 
-def batch_of_tokens(index: int, num_rows: int = 2, num_tokens: int = 12) -> tuple[Tensor, Tensor]:
+def batch_of_tokens(
+    index: int, num_rows: int = 2, num_tokens: int = 12, *, vocab: int = VOCAB
+) -> tuple[Tensor, Tensor]:
     """Return tokens and their successors, int64 (num_rows, num_tokens)."""
-    tokens = torch.randint(0, VOCAB, (num_rows, num_tokens + 1), generator=torch.Generator().manual_seed(index))
+    tokens = torch.randint(0, vocab, (num_rows, num_tokens + 1), generator=torch.Generator().manual_seed(index))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -72,13 +74,14 @@ class GPT(nn.Module):
         around: bool | None = None,
         inside: bool | None = None,
         region: int = 2,
+        vocab: int = VOCAB,
     ) -> None:
         super().__init__()
         self.around, self.region = around, region
-        self.emb, self.pos = nn.Embedding(VOCAB, WIDTH), nn.Embedding(16, WIDTH)
+        self.emb, self.pos = nn.Embedding(vocab, WIDTH), nn.Embedding(16, WIDTH)
         self.blocks = nn.ModuleList(Block(inside=inside) for _ in range(num_blocks))
         self.ln = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False) if head != "functional" else None
+        self.head = nn.Linear(WIDTH, vocab, bias=False) if head != "functional" else None
         if head == "tied":
             self.head.weight = self.emb.weight
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.processes import Here, case
 from tests.ranks.scripted import OnlyIn
-from tiered.errors import RankLostError, UsageError
+from tiered.errors import CapacityError, RankLostError, UsageError
 from tiered.ranks.agreement import Agreement
 from tiered.ranks.comm import GlooComm
 from tiered.ranks.comm_thread import CommThread
@@ -155,6 +155,11 @@ def agree_on_failures(send: Any, *, failing: list[int]) -> list[str]:
                     raise error
         except Exception as raised:
             found.append(f"{type(raised).__name__}: {raised}")
+    try:
+        with here.agreement.phase("open"), here.agreement.phase("dram="):
+            raise CapacityError("too little")
+    except CapacityError as raised:
+        found.append(str(raised))
     assert here.agreement.agree("end", "") == ("",) * here.world
     here.thread.close()
     return found

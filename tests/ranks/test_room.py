@@ -56,6 +56,7 @@ def test_phases_raise_one_error_on_all_ranks(ranks: Ranks) -> None:
     assert first[0] == "ValueError: shard failed on 2 of the ranks: rank 1: no such width; rank 3: no such width"
     assert first[2].startswith("TieredError: shard failed on 2 of the ranks: rank 1: OSError: a drive;")
     assert first[3].startswith("UsageError: shard failed on 2 of the ranks: rank 1: ééé")
+    assert first[4] == f"dram= failed on 4 of the ranks: {'; '.join(f'rank {n}: too little' for n in range(4))}"
 
 
 def test_ranks_go_on_with_a_new_group_after_an_error(ranks: Ranks) -> None:

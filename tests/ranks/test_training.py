@@ -48,6 +48,27 @@ def test_bits(model: str, world: str, dtype: str, update: str, budget: str, num:
     assert_same(found, expected(**options))
 
 
+@pytest.mark.parametrize(
+    ("model", "world", "dtype", "update", "stage"),
+    [("gpt_509", 2, "fp32", "step", 3), ("gpt_509", 3, "bf16", "backward", 2), ("hollow", 2, "bf16", "backward", 3),
+     ("hollow", 3, "fp32", "step", 1)],
+)  # fmt: skip
+def test_bits_of_odd_vocabularies_and_of_units_with_little_in_them(
+    model: str, world: int, dtype: str, update: str, stage: int, ranks: Ranks
+) -> None:
+    options: dict[str, Any] = {"model": model, "world": world, "dtype": dtype, "update": update}
+    clips = {"max_norm": 0.4} if update == "step" else {}
+    found = ranks.run("train", **options, **clips, stage=stage, clips_by_torch=model == "hollow")
+    pieces = [each["pieces"] for each in found[:world]]
+    assert_same(found, expected(**options, **clips, pieces=pieces if clips else None))
+
+
+@pytest.mark.parametrize(("model", "dtype"), [("hollow", "bf16"), ("odd_sizes", "fp32")])
+def test_every_door_of_a_model_gives_and_takes_what_is_there(model: str, dtype: str, ranks: Ranks) -> None:
+    found = ranks.run("doors", model=model, world=3, dtype=dtype)[:3]
+    assert found == [[], [], []]
+
+
 @pytest.mark.parametrize("num", [1, 2])
 def test_bits_with_torchs_own_clipping(num: int, ranks: Ranks) -> None:
     options: dict[str, Any] = {"model": "gpt", "world": 3, "dtype": "fp32", "update": "step", "num_micro_steps": num}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import tempfile
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ import tiered
 from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
 from tests.accelerator.training import case_on
-from tests.models import CASES, Case
+from tests.models import CASES, GPT, Case, Vectors, batch_of_tokens, batch_of_vectors
 from tests.ranks import device_group
 from tests.ranks.processes import case
 from tests.reference import MasterAdamW, Recipe, Trained, means_of, ranks_reference
@@ -34,8 +35,29 @@ from tiered.zero.gradients.exchange import ShardGradient
 from tiered.zero.parameters.gather_slots import DeviceSlots
 
 __all__ = [
-    "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "over_ranks", "recipe_of",
+    "ZOO", "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "over_ranks",
+    "recipe_of",
 ]  # fmt: skip
+
+
+class Hollow(torch.nn.Module):
+    """One element, which lies on the first rank, so that the others have padding; parameters and spans of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.7))
+        self.empty = torch.nn.Parameter(torch.empty(0, 37))
+        self.wide = torch.nn.Parameter(torch.empty(3, 0, dtype=torch.float64))
+        self.fixed = torch.nn.Parameter(torch.empty(0, 2, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + (self.empty.sum() + self.wide.sum() + self.fixed.sum()).to(x.dtype)
+
+
+ZOO = CASES | {
+    "gpt_509": Case(functools.partial(GPT, 2, vocab=509), functools.partial(batch_of_tokens, vocab=509)),
+    "hollow": Case(functools.partial(Vectors, Hollow), batch_of_vectors, unit=(Hollow,)),
+}
 
 _groups: dict[tuple[int, str], Any] = {}  # of the first ranks, by their number and its kind
 
@@ -151,7 +173,7 @@ def _train(
     model: str, group: Any, recipe: Recipe, update: str, nbytes: int, options: dict[str, Any]
 ) -> tuple[Trained, dict[str, tuple[int, int]]]:
     device, device_memory = options.get("device", "cpu"), options.pop("device_memory", None)
-    zoo = over_ranks(CASES[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
+    zoo = over_ranks(ZOO[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(
@@ -160,8 +182,14 @@ def _train(
         ) as store,
     ):  # fmt: skip
         session: Session = start(zoo, recipe, store, update, seed=SEED, **options)
-        segments = [parameter.segment for parameter in session.model.parameters()]  # type: ignore[union-attr]
-        return session.run(), {each.name: (each.stretch.start, each.stretch.stop) for each in segments}
+        pieces = pieces_of(session.model)
+        return session.run(), pieces
+
+
+def pieces_of(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the first and the last element of each parameter's piece on this rank."""
+    segments = [parameter.segment for parameter in model.parameters()]  # type: ignore[union-attr]
+    return {each.name: (each.stretch.start, each.stretch.stop) for each in segments}
 
 
 def expected(
@@ -171,6 +199,7 @@ def expected(
     dtype: str,
     update: str,
     num_micro_steps: int = 1,
+    exchanges_each: bool | None = None,
     max_norm: float | None = None,
     pieces: list[dict[str, tuple[int, int]]] | None = None,
     reverses: bool = False,
@@ -178,15 +207,16 @@ def expected(
     before_step: Callable[[int, torch.nn.Module, MasterAdamW], object] | None = None,
 ) -> list[dict[str, str]]:
     """Return the digests of each rank by plain PyTorch; ``pieces`` are those of each rank, for norms."""
-    zoo = model if isinstance(model, Case) else CASES[model] if device == "cpu" else case_on(device, model)
+    zoo = model if isinstance(model, Case) else ZOO[model] if device == "cpu" else case_on(device, model)
     recipe = recipe_of(dtype, num_micro_steps=num_micro_steps, max_norm=max_norm)
+    exchanges_each = update == "step" if exchanges_each is None else exchanges_each
     bounds = None if pieces is None else {name: [tuple(each[name]) for each in pieces] for name in pieces[0]}
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the ranks: how a sum is divided among threads shows in its bits
     try:
         trained = ranks_reference(
             zoo.build, zoo.batch, zoo.loss, recipe,
-            world=world, seed=SEED, exchanges_each=update == "step", reverses=reverses, bounds=bounds,
+            world=world, seed=SEED, exchanges_each=exchanges_each, reverses=reverses, bounds=bounds,
             before_step=before_step,
         )  # fmt: skip
     finally:
@@ -227,7 +257,7 @@ def digests_of(trained: Trained) -> dict[str, str]:
 
 def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]:
     """Return the digests of one rank of tiered that is given the means of the gradients of ``world`` models."""
-    zoo, recipe = CASES[model], recipe_of(dtype)
+    zoo, recipe = ZOO[model], recipe_of(dtype)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -355,7 +385,7 @@ def differ(send: Callable[[Any], None], *, kind: str, world: int, deadline_s: fl
 
 
 def _differ(kind: str, store: tiered.Store, rank: int, world: int) -> str:
-    zoo = over_ranks(CASES["gpt"], rank, world)
+    zoo = over_ranks(ZOO["gpt"], rank, world)
     session = start(zoo, recipe_of("fp32"), store)
     model, is_odd = session.model, rank == 0
     session.run_step(0)
@@ -402,7 +432,7 @@ def scale(send: Callable[[Any], None], *, world: int) -> Any:
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    zoo, found = over_ranks(CASES["gpt"], group.rank(), world), []
+    zoo, found = over_ranks(ZOO["gpt"], group.rank(), world), []
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,
@@ -458,7 +488,7 @@ def unfreeze(send: Callable[[Any], None], *, world: int, dtype: str) -> Any:
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    zoo = over_ranks(CASES["odd_sizes"], group.rank(), group.size())
+    zoo = over_ranks(ZOO["odd_sizes"], group.rank(), group.size())
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
         tiered.Store(directory, dram=(64 << 20) * world, durable=False, process_group=group, rank_deadline=30) as store,
@@ -506,3 +536,70 @@ def page(send: Callable[[Any], None], *, text: str) -> Any:
     with tempfile.TemporaryDirectory(prefix="tiered-") as directory, contextlib.chdir(directory):
         exec(text.replace('dist.init_process_group("gloo")\n', "") + "    kept.append(model.state_dict())\n", names)
     return str(sorted(digests_of(Trained(parameters=names["kept"][0])).items()))
+
+
+# -- all doors of a model ----------------------------------------------------------------------------------------------
+
+
+@case
+def doors(send: Callable[[Any], None], *, model: str, world: int, dtype: str) -> Any:
+    """Take a model's values and state out and in by every door; return what differs from where it should be."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    zoo = over_ranks(ZOO[model], group.rank(), world)
+    with tempfile.TemporaryDirectory(prefix="tiered-") as directory:
+        file = f"{directory}/model.safetensors"
+        options: dict[str, Any] = {"dram": (64 << 20) * world, "process_group": group, "rank_deadline": 30}
+        with tiered.Store(f"{directory}/first", durable=False, **options) as store:
+            session = start(zoo, recipe_of(dtype, max_norm=0.4), store)
+            found = _doors(session)
+            trained, state = session.model.state_dict(), session.optimizer.state_dict()
+            save_file({name: value.contiguous() for name, value in trained.items()}, file)
+        for name, source in {"weights=": {"weights": file}, "external=": {"weights": file}}.items():
+            external = {"external": [file]} if name == "external=" else {}
+            with tiered.Store(f"{directory}/{name}", durable=False, **options, **external) as store:
+                with torch.device("meta"):
+                    there = zoo.build()
+                for each, value in trained.items():
+                    parameter = there.get_parameter(each)
+                    parameter.data = parameter.data.to(value.dtype)
+                    parameter.requires_grad_(name == "weights=" and parameter.requires_grad)
+                there = tiered.shard(there, store, unit=zoo.unit, **source)
+                found += [f"{name} {each}" for each in _differing(trained, there.state_dict())]
+                if name == "weights=":
+                    optimizer: Any = tiered.AdamW(there.parameters(), **recipe_of(dtype).adamw)
+                    optimizer.load_state_dict(state)
+                    found += [
+                        f"{name} state {each}" for each in _differing(_flat(state), _flat(optimizer.state_dict()))
+                    ]
+    return found
+
+
+def _doors(session: Session) -> list[str]:
+    """Train, write in ``unsharded``, load, and train on; return what differs."""
+    model, found = session.model, list[str]()
+    session.run_step(0)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with tiered.unsharded(model), torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found += [f"unsharded {name}"] * (not torch.equal(parameter, values[name]))
+            parameter.mul_(2.0)
+    doubled = {name: value * 2 for name, value in values.items()}
+    found += [f"written {name}" for name in _differing(doubled, model.state_dict())]
+    model.load_state_dict(values)
+    found += [f"loaded {name}" for name in _differing(values, model.state_dict())]
+    state = session.optimizer.state_dict()
+    session.optimizer.load_state_dict(state)
+    found += [f"state {name}" for name in _differing(_flat(state), _flat(session.optimizer.state_dict()))]
+    session.run_step(1)
+    return found
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{n} {name}": torch.as_tensor(v) for n, each in state["state"].items() for name, v in each.items()}
+
+
+def _differing(expected: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    same = {name for name in expected if name in found and torch.equal(expected[name], found[name])}
+    return sorted((expected.keys() | found.keys()) - same)

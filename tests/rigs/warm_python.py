@@ -7,6 +7,7 @@ starts a program are not the program's, and OpenMP does not read its environment
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import selectors
@@ -63,14 +64,15 @@ class WarmPython:
     or a Python started as any, starts its own programs (those that it starts by ``sys.executable``) in the same way.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, modules: tuple[str, ...] = ()) -> None:
+        """``modules`` are imported, too."""
         self.executable = str(directory / "python")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             there = os.open(directory, os.O_PATH)
             listener.bind(f"/proc/self/fd/{there}/socket")  # the directory's own name may exceed a socket's 107 bytes
             os.close(there)
             listener.listen()
-            command = [sys.executable, "-m", "tests.rigs.warm_python", str(listener.fileno())]
+            command = [sys.executable, "-m", "tests.rigs.warm_python", str(listener.fileno()), *modules]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, cwd=_ROOT, pass_fds=[listener.fileno()], start_new_session=True,
                 env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
@@ -190,5 +192,7 @@ def _run(first: str, *rest: str) -> None:
 
 
 if __name__ == "__main__":
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     warm_up()
     _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -12,6 +12,7 @@ __all__ = ["Agreement"]
 
 _NBYTES = 512  # of an outcome: (whether it failed, its text)
 _FAILED, _DONE = b"!", b"."
+_ON_ALL = "_is_raised_on_all_ranks"
 _USUAL = (ValueError, TypeError, MemoryError)
 
 
@@ -49,13 +50,15 @@ class Agreement:
         """``with agreement.phase("open"):`` ends the block with an agreement: an error on one rank is one on all.
 
         Where the block ends by an interrupt, or by what another rank has done, the error goes on at once; the other
-        ranks are told that this one has abandoned the phase.
+        ranks are told that this one has abandoned the phase. The error of an agreement in the block goes on as it is.
         """
         try:
             yield
         except (RankLostError, StepAbandonedError):
             raise
         except Exception as failure:
+            if vars(failure).get(_ON_ALL):
+                raise  # order: no rank comes to the end of the block
             self.agree(word, failure=failure)
         except BaseException as interrupt:
             self._comm_thread.abandon(f"{type(interrupt).__name__} in {word}")
@@ -79,7 +82,9 @@ def _error(word: str, failed: Sequence[tuple[int, str]]) -> Exception:
     message = "; ".join(
         f"rank {rank}: {text if name in _CLASSES else f'{name}: {text}'}" for rank, name, _, text in parts
     )
-    return _CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
+    error = _CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
+    vars(error)[_ON_ALL] = True
+    return error
 
 
 def _classes(base: type[Exception]) -> dict[str, type[Exception]]:

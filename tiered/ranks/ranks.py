@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from tiered.bytes.arena import Arena, Buffer
-from tiered.errors import UsageError
+from tiered.errors import RankLostError, StepAbandonedError, UsageError
 from tiered.ranks.agreement import Agreement
 from tiered.ranks.comm import DeviceComm, GlooComm
 from tiered.ranks.comm_thread import CommThread
@@ -61,6 +61,17 @@ class Ranks:
     def abandon(self, error: BaseException, what: str) -> None:
         """This rank has failed in ``what``: the others raise StepAbandonedError, and nothing moves any more."""
         self.comm_thread.abandon(f"{what}: {words_of(error)}")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """This rank does its part of ``what`` by itself: where that fails, the others hear of it."""
+        try:
+            yield
+        except (RankLostError, StepAbandonedError):
+            raise  # which they know
+        except BaseException as error:
+            self.abandon(error, what)
+            raise
 
     def least(self, word: str, number: Callable[[], int]) -> int:
         """Return the least of the ranks' numbers; blocks. An error of ``number`` on one rank is raised on all."""

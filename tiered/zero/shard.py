@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -441,7 +441,9 @@ def _fill(store: Store, units: Sequence[Unit], source: Weights, *, adopt: bool) 
         store.reserve_space(nbytes, scratch=not store.durable)
         for key, (spec, ranges) in in_place.items():
             values.adopt(working_set, key, spec, ranges)
-    with closing(source):
+    parameters = [segment.parameter for unit in units for segment in unit.segments]
+    ranks = store.ranks if any(map(_constructed, parameters)) else None  # which bring them together
+    with closing(source), nullcontext() if ranks is None else ranks.together("tiered.shard: values"):
         for unit in units:
             INTERRUPTS.look()
             if not adopt:
@@ -472,10 +474,11 @@ def _write_unit(store: Store, unit: Unit, source: Weights, in_place: Collection[
                 leases.callback(lease.release)
                 end = 0
                 for segment in unit.segments:  # those of a span are in the order of their places
-                    if segment.span == number and segment.stretch:
+                    if segment.span == number:
                         piece = segment.piece(lease.tensor)
-                        lease.tensor[end : segment.shard_offset].zero_()
-                        end = segment.shard_offset + piece.nbytes
+                        if segment.stretch:
+                            lease.tensor[end : segment.shard_offset].zero_()
+                            end = segment.shard_offset + piece.nbytes
                         wait = source.begin_copy_piece(segment, piece)
                         waits += [] if wait is None else [wait]
                 lease.tensor[end:].zero_()

@@ -87,8 +87,18 @@ class Weights:
     def begin_copy_piece(self, segment: Segment, out: torch.Tensor) -> Callable[[], None] | None:
         """Start to copy the values of ``segment.stretch`` to ``out``, (len(stretch),) in memory order, of any dtype.
 
-        Returns the call that waits, if any. Of a file no more is read.
+        Returns the call that waits, if any. Of a file no more is read. Where the ranks have constructed the values,
+        all of them take part, for an empty stretch, too.
         """
+        constructed = self._constructed(segment)
+        if constructed is not None and constructed.is_divided:
+            if segment.numel:
+                with constructed.lend("r") as value, torch.no_grad():
+                    out.copy_(value.as_strided((segment.numel,), (1,))[segment.stretch.start : segment.stretch.stop])
+                    del value
+            return None
+        if not segment.stretch:
+            return None
         if len(segment.stretch) == segment.numel:
             return self._begin_copy(segment, out.as_strided(segment.shape, segment.strides))
         first, values = segment.stretch.start, self._values.get(segment.name)
@@ -105,6 +115,9 @@ class Weights:
         value = self._values.get(segment.name)
         if isinstance(value, DeferredTensor):
             return f"{value.dtype} in a file"
+        constructed = self._constructed(segment)
+        if constructed is not None and constructed.is_divided:
+            return f"{segment.parameter.dtype} constructed with the digest {constructed.digest:016x}"
         looks = value if isinstance(value, torch.Tensor) else segment.parameter
         copied = torch.empty(segment.shape, dtype=looks.dtype, device="cpu")
         self.copy(segment, copied)
@@ -124,14 +137,18 @@ class Weights:
             if self._has_source:
                 copy_across(out, self._get(segment.name))
                 return
-            parameter = segment.parameter
-            if isinstance(parameter, TieredParameter):
-                constructed: Any = parameter.segment.unit
+            constructed = self._constructed(segment)
+            if constructed is not None:
                 with constructed.lend("r") as value:  # not "rw": clean bytes are not written again
                     out.copy_(value)
                     del value
             else:
-                copy_across(out, parameter)
+                copy_across(out, segment.parameter)
+
+    def _constructed(self, segment: Segment) -> Any:
+        """Return the ConstructedParameter that has the values of ``segment``, if one does."""
+        parameter = segment.parameter
+        return parameter.segment.unit if isinstance(parameter, TieredParameter) and not self._has_source else None
 
     def _dtype(self, segment: Segment) -> torch.dtype:
         return self._get(segment.name).dtype if self._has_source else segment.parameter.dtype

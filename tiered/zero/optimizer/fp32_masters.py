@@ -113,13 +113,17 @@ def leased(store: Store, key: str, mode: Mode, dtype: torch.dtype = torch.uint8)
 def write_masters(store: Store, unit: Unit, copy: Callable[[Segment, torch.Tensor], None]) -> None:
     """Make the key of ``unit``'s masters in this rank's shard; blocks.
 
-    ``copy(segment, out)`` writes the master of ``segment.stretch`` to ``out``, (len(stretch),) fp32 in memory order.
+    ``copy(segment, out)`` writes the master of ``segment.stretch`` to ``out``, (len(stretch),) fp32 in memory order. It
+    is called for empty stretches, too: for the same segments on all ranks.
     """
     key = master_key(unit.name)
     store.working_set.create(key, masters_nbytes(unit.segments))
     with leased(store, key, "w", torch.float32) as values:
-        for segment, offset in offsets_of(unit.segments).items():
-            copy(segment, values[offset : offset + len(segment.stretch)])
+        offsets = offsets_of(unit.segments)
+        for segment in unit.segments:
+            if segment.dtype == torch.bfloat16 and segment.was_trainable:
+                offset = offsets.get(segment, 0)
+                copy(segment, values[offset : offset + len(segment.stretch)])
         del values
     store.working_set.swap_out([key])
 

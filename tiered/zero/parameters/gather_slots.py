@@ -16,16 +16,7 @@ from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.copies import HostBytes
 from tiered.tiers.device_memory import DeviceBuffer
 
-__all__ = ["DeviceSlots", "GatherSlots", "Owner", "SlotMemory"]
-
-
-class Owner(Protocol):
-    """A buffer that was lent."""
-
-    @property
-    def is_aliased(self) -> bool:
-        """Whether a tensor lies in it."""
-        ...
+__all__ = ["DeviceSlots", "GatherSlots", "SlotMemory"]
 
 
 class SlotMemory(Protocol):

@@ -22,16 +22,16 @@ from tiered.store.residency.residency import Lease, Residency
 from tiered.tiers.accelerator import AcceleratorTier
 from tiered.tiers.compute_tier import ComputeTier, Gathered, GradientBuffer
 from tiered.zero.layout import UnitLayout
-from tiered.zero.parameters.gather_slots import DeviceSlots, GatherSlots, Owner, SlotMemory
+from tiered.zero.parameters.gather_slots import DeviceSlots, GatherSlots, SlotMemory
 
-__all__ = ["Exchange", "UnitCollectives"]
+__all__ = ["Exchange", "GatheredByAll", "UnitCollectives"]
 
 _PARAMETERS = "model/parameters/"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 _lost: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
 
 
-class _GatheredByAll(Gathered):
+class GatheredByAll(Gathered):
     """A unit's spans that all ranks have put together. See ``Gathered``."""
 
     __slots__ = ("_buffers", "_slots")
@@ -40,24 +40,41 @@ class _GatheredByAll(Gathered):
         self,
         slots: SlotMemory,
         shards: Sequence[Lease],
-        whole: Sequence[tuple[Owner, torch.Tensor]],
+        whole: Sequence[tuple[Any, torch.Tensor]],
         pieces: list[torch.Tensor],
     ) -> None:
         """``shards``: of this rank's bytes, where they are leased as long; ``whole``: of the spans."""
         self.leases = tuple(shards)
         self.whole, self.shard = [tensor for _, tensor in whole], pieces
-        self._buffers, self._slots = tuple(buffer for buffer, _ in whole), slots
+        self._buffers: tuple[Any, ...] = tuple(buffer for buffer, _ in whole)
+        self._slots = slots
 
     def use(self) -> None:
         for buffer in self._buffers:
             self._slots.use(buffer)
 
     def is_there(self, span: int) -> bool:
-        return self._buffers[span].is_aliased
+        return bool(self._buffers[span].is_aliased)
 
     def write_back(self) -> None:
         for buffer, piece, lease in zip(self._buffers, self.shard, self.leases, strict=False):  # no leases to read
             self._slots.write(buffer, piece, lease)
+
+    def is_seen(self) -> bool:
+        """Drop the own tensors; return whether others show the first span."""
+        self.whole = self.shard = []
+        return self.is_there(0)
+
+    def lies_in(self, storage: int) -> bool:
+        """Return whether a span, in DRAM, lies in the storage of that address."""
+        return any(buffer.address == storage for buffer in self._buffers)
+
+    def look(self, comm: UnitCollectives) -> None:
+        """Have own tensors again, which do not count as seen. For a gather in DRAM of a lease that lasts."""
+        sizes = [comm.world * lease.tensor.numel() for lease in self.leases]
+        memories = [buffer.memory for buffer in self._buffers]
+        flats = [torch.frombuffer(m, dtype=torch.uint8, count=n) for m, n in zip(memories, sizes, strict=True)]
+        self.whole, self.shard = flats, [comm.piece(flat) for flat in flats]
 
     def release(self, unchanged: Collection[int]) -> None:
         super().release(unchanged)
@@ -145,7 +162,8 @@ class UnitCollectives:
     def gather(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> Gathered:
         """Bring the whole spans of whose shards ``keys`` are to where the model computes; blocks for the other ranks.
 
-        Raises the errors of ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
+        With ``mode`` "w" the bytes are undefined, and no other rank takes part. Raises the errors of
+        ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
         """
         gathering = self._ahead.pop(keys[0], None)
         if gathering is not None and mode != "r":
@@ -159,11 +177,11 @@ class UnitCollectives:
             self.told = self._end(gathering)
         slots, whole, shards = self.slots, gathering.whole, gathering.shards
         if self._device_slots is not None and self.is_staged:
-            with self._together(f"gather of {keys[0]}"):
+            with self.ranks.together(f"gather of {keys[0]}"):
                 there = self._device_slots.bring([tensor for _, tensor in whole], keys[0])
             self._give(slots, whole)
             slots, whole = self._device_slots, there
-        return _GatheredByAll(slots, shards, whole, [self._piece(tensor) for _, tensor in whole])
+        return GatheredByAll(slots, shards, whole, [self.piece(tensor) for _, tensor in whole])
 
     def gather_ahead(self, tier: ComputeTier, sizes: Mapping[str, int], wait_for_update: Callable[[], None]) -> None:
         """Ask for the whole spans of the keys of ``sizes``, (nbytes) of a shard each, to be read; blocks for memory.
@@ -172,7 +190,7 @@ class UnitCollectives:
         """
         first, *_ = sizes
         whole: list[tuple[Any, torch.Tensor]] = []
-        with self._together(f"gather of {first}"):
+        with self.ranks.together(f"gather of {first}"):
             try:
                 whole += [self.slots.take(self.world * nbytes) for nbytes in sizes.values()]
             except BaseException:
@@ -188,7 +206,7 @@ class UnitCollectives:
             tickets = [
                 self.ranks.comm_thread.gather(
                     self._words_of(key), tensor, owner=buffer,
-                    ready=functools.partial(read, key, buffer, self._piece(tensor)),
+                    ready=functools.partial(read, key, buffer, self.piece(tensor)),
                 )
                 for key, (buffer, tensor) in zip(sizes, whole, strict=True)
             ]  # fmt: skip
@@ -214,13 +232,13 @@ class UnitCollectives:
         payload, self.payload = self.payload, None
         whole: list[tuple[Any, torch.Tensor]] = []
         shards: list[Lease] = []
-        with self._together(f"gather of {keys[0]}"):
+        with self.ranks.together(f"gather of {keys[0]}"):
             try:
                 for key in keys:
                     lease = tier.lease(key, mode)
                     shards += [lease] if mode != "r" else []
                     whole.append(self.slots.take(self.world * lease.tensor.numel()))
-                    self.slots.fill(whole[-1][0], self._piece(whole[-1][1]), lease, keeps=mode != "r")
+                    self.slots.fill(whole[-1][0], self.piece(whole[-1][1]), lease, keeps=mode != "r")
             except BaseException:
                 self._give(self.slots, whole)
                 for lease in shards:
@@ -228,7 +246,7 @@ class UnitCollectives:
                 raise
         with self.using(*(buffer for buffer, _ in whole), *shards):
             tickets = []
-            for key, (buffer, tensor) in zip(keys, whole, strict=True):
+            for key, (buffer, tensor) in zip(keys, whole, strict=True) if mode != "w" else ():
                 how = {"payload": payload or b"", "after": self.slots.mark(buffer), "owner": buffer}
                 tickets.append(self.ranks.comm_thread.gather(self._words_of(key), tensor, **how))
                 payload = None
@@ -240,8 +258,8 @@ class UnitCollectives:
     def _end(self, gathering: _Gathering) -> tuple[bytes, ...]:
         """Wait for the bytes; return what the ranks have told."""
         with self.using(*(buffer for buffer, _ in gathering.whole), *gathering.shards):
-            told, *_ = [ticket.wait() for ticket in gathering.tickets]
-        for ticket, (buffer, _) in zip(gathering.tickets, gathering.whole, strict=True):
+            told, *_ = [ticket.wait() for ticket in gathering.tickets] or [()]
+        for ticket, (buffer, _) in zip(gathering.tickets, gathering.whole, strict=False):  # none of bytes to be written
             self.slots.moved(ticket.event, buffer)
         return told
 
@@ -253,7 +271,8 @@ class UnitCollectives:
         for buffer in buffers:
             slots.give(buffer)
 
-    def _piece(self, whole: torch.Tensor) -> torch.Tensor:
+    def piece(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's piece of a whole span, (nbytes,) uint8."""
         return whole.view(self.world, -1)[self.rank]
 
     def tell(self, word: str) -> None:
@@ -272,7 +291,7 @@ class UnitCollectives:
         """Return the whole tensors whose pieces ``shards``, (nbytes,) uint8 each, are this rank's: ordinary memory."""
         whole = [torch.empty(self.world * shard.numel(), dtype=torch.uint8, device="cpu") for shard in shards]
         for shard, each in zip(shards, whole, strict=True):
-            self._piece(each).copy_(shard)
+            self.piece(each).copy_(shard)
         for ticket in [self.ranks.comm_thread.gather(what, each) for each in whole]:
             ticket.wait()
         return whole
@@ -303,7 +322,7 @@ class UnitCollectives:
         """
         sent: Sequence[Any] = gradients.buffers
         give_sent: Callable[[], object] = gradients.discard
-        with self._together(f"exchange of {name}"):
+        with self.ranks.together(f"exchange of {name}"):
             if self.is_staged:
                 buffer, there = self.dram_slots.take(layout.gradient_nbytes)
                 gradients.copy_to(there)
@@ -322,15 +341,6 @@ class UnitCollectives:
                 tickets.append(exchange(name, span, received=part, payload=payload, after=after, owner=buffers))
                 start, payload = start + span.numel(), b""
         return Exchange(self, received, tickets, buffers=buffers, give_sent=give_sent)
-
-    @contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        """This rank prepares a collective by itself: where that fails, the others hear of it."""
-        try:
-            yield
-        except BaseException as error:
-            self.ranks.abandon(error, what)
-            raise
 
     @contextmanager
     def using(self, *owners: object) -> Iterator[None]:
