@@ -3,6 +3,7 @@ that waits for them. They move on a stream and a thread of the group's own, thro
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,6 +50,10 @@ class _Group(dist.ProcessGroup):
         self._gloo = _torch.ProcessGroupGloo(_torch.PrefixStore("gloo", store), rank, world, timeout)
         self._world = world
 
+    @functools.cached_property
+    def _stream(self) -> torch.Stream:
+        return torch.Stream(device="sim")  # a thread of its own in the simulated device, to the end of the process
+
     def getBackendName(self) -> str:  # torch's name
         return "collectives of a device"
 
@@ -74,7 +79,7 @@ class _Group(dist.ProcessGroup):
     def _move(
         self, collective: Callable[[torch.Tensor], torch.Tensor], send: torch.Tensor, into: torch.Tensor
     ) -> _Work:
-        stream = torch.Stream(device="sim")
+        stream = self._stream
 
         def move(begun: torch.Event) -> torch.Event:
             stream.wait_event(begun)

@@ -101,6 +101,8 @@ def test_collectives_are_counted(stage: int, num: int, update: str, ranks: Ranks
         units, gathers = each["units"], 2 * num if stage == 3 else 1
         exchanges = num if update == "step" else 1  # under update="backward" all but the last add locally
         assert (each["gather"], each["exchange"]) == (gathers * units, exchanges * units)
+        if stage == 3:  # all but the first of a forward, and of a backward
+            assert each["ahead"] == gathers * (units - 1)
         assert each["moved"] == gathers * each["whole"] + exchanges * each["gradients"]
         assert each["shown"] == 0, "no tensor keeps the memory of a unit that was released"
         assert each["stored"] <= each["state"] * 1.1 + (64 << 10) * units

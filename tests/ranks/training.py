@@ -292,9 +292,15 @@ def compact_by_one_rank(model: str, *, world: int, dtype: str) -> dict[str, str]
 
 @case
 def count(
-    send: Callable[[Any], None], *, world: int, stage: int, update: str, num_micro_steps: int, kind: str = ""
+    send: Callable[[Any], None],
+    *,
+    world: int,
+    stage: int,
+    update: str,
+    num_micro_steps: int,
+    kind: str = "",
 ) -> Any:
-    """Train three steps at the smallest budget; return the collectives of the last one by their kinds, and bytes.
+    """Train three steps; return the collectives of the last one by their kinds, and bytes.
 
     On the simulated device with ``kind``, that of the collectives there.
     """
@@ -332,7 +338,12 @@ def _count(session: Session) -> Any:
     units = list(dict.fromkeys(parameter.segment.unit for parameter in model.parameters()))  # type: ignore[union-attr]
     kinds: Counter[str] = Counter()
     asked = ranks.comm_thread._ask
-    ranks.comm_thread._ask = lambda task: (kinds.update([task.text.split()[0]]), asked(task))[1]  # type: ignore[method-assign]
+
+    def ask(task: Any) -> Any:
+        kinds.update([task.text.split()[0], *(["ahead"] if task.ready is not None else [])])
+        return asked(task)
+
+    ranks.comm_thread._ask = ask  # type: ignore[method-assign]
     session.run_step(0)
     session.run_step(1)
     kinds.clear()
