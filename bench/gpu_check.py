@@ -163,6 +163,7 @@ def all_parts(results: Path, store: Path, *, tiny: bool) -> list[Part]:
         Part("kill", 55, [*bits, "--kill"], tells_limit=True),
         Part("bench", 130, bench, tells_limit=True),
         Part("waits", 20, [python, "bench/gpu_waits.py", *place]),
+        Part("ranks", 60, [python, "bench/gpu_ranks.py", *small]),
         Part(
             "sanitizer", 20, [*pytest, "tests/accelerator/test_streams.py"], {"TORCH_CUDA_SANITIZER": "1"},
             PytestLines(), inapplicable=elsewhere,

@@ -126,7 +126,7 @@ def test_bits_on_a_compute_device(
     options = {"model": model, "world": int(world), "dtype": dtype, "update": update, "num_micro_steps": int(num)}
     how = {"budget": budget, "stage": int(stage), "update_on": update_on, "kind": kind}
     found = ranks.run("train", **options, **how, device="sim")
-    assert_same(found, ranks.run("expect_on_sim", **options)[0])
+    assert_same(found, ranks.run("expect_on", **options, device="sim")[0])
 
 
 @pytest.mark.parametrize("kind", ["gloo", "sim_collectives"])
@@ -135,7 +135,7 @@ def test_bits_on_a_compute_device_with_clipping(kind: str, ranks: Ranks) -> None
     for clips_by_torch in (False, True):
         found = ranks.run("train", **options, device="sim", kind=kind, clips_by_torch=clips_by_torch)
         pieces = [each["pieces"] for each in found[:2]]
-        assert_same(found, ranks.run("expect_on_sim", **options, pieces=pieces)[0])
+        assert_same(found, ranks.run("expect_on", **options, device="sim", pieces=pieces)[0])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -69,8 +69,9 @@ def recipe_of(dtype: str, **options: Any) -> Recipe:
 def group_of(world: int, kind: str = "gloo") -> Any:
     """Return the group of the first ``world`` ranks; all ranks of the set call this alike."""
     if (world, kind) not in _groups:
-        _groups[world, kind] = group = dist.new_group(list(range(world)))
-        if kind != "gloo":
+        backend = {"nccl": "cpu:gloo,cuda:nccl", "xccl": "cpu:gloo,xpu:xccl"}.get(kind, "gloo")
+        _groups[world, kind] = group = dist.new_group(list(range(world)), backend=backend)
+        if kind == "sim_collectives":
             device_group.serve(group, "sim", kind)
     return _groups[world, kind]
 
@@ -109,8 +110,7 @@ def train(
     recipe = dataclasses.replace(recipe, adamw=recipe.adamw | {"state": state})
     nbytes = 64 << 20
     with contextlib.ExitStack() as stack:
-        if device == "sim":
-            stack.enter_context(_on_sim())
+        stack.enter_context(_on(device))
         if mutant:
             stack.enter_context(mock.patch.object(DeviceSlots, mutant, lambda *arguments: None))
         options["device"] = device
@@ -128,8 +128,13 @@ def train(
 
 
 @contextlib.contextmanager
-def _on_sim() -> Iterator[None]:
-    """Enable the simulated device; races fail the case."""
+def _on(device: str) -> Iterator[None]:
+    """Enable ``device``, of a card the rank's own; on the simulated one races fail the case."""
+    if device != "sim":
+        if device != "cpu":
+            torch.accelerator.set_device_index(dist.get_rank())
+        yield
+        return
     simulated.enable()
     simulated.guard_pinned()
     add_registrar("sim", SimulatedRegistrar())
@@ -230,12 +235,12 @@ def expected(
 
 
 @case
-def expect_on_sim(send: Callable[[Any], None], **options: Any) -> Any:
-    """Return ``expected`` on the simulated device, whose attention is another than the CPU's."""
+def expect_on(send: Callable[[Any], None], *, device: str, **options: Any) -> Any:
+    """Return ``expected`` on ``device``, whose attention is another than the CPU's."""
     if dist.get_rank():
         return None
-    with _on_sim():
-        return expected(**options, device="sim")
+    with _on(device):
+        return expected(**options, device=device)
 
 
 def digests_of(trained: Trained) -> dict[str, str]:
@@ -309,7 +314,7 @@ def count(
         return None
     recipe = recipe_of("fp32", num_micro_steps=num_micro_steps)
     if kind:
-        with _on_sim():
+        with _on("sim"):
             return _count_at_smallest(
                 case_on("sim", "gpt"), recipe, group, update, stage, device="sim", update_on="cpu"
             )
