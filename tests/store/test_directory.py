@@ -241,11 +241,12 @@ def test_damaged_identity_is_corruption(tmp_path):
             Directories.open([tmp_path])
 
 
-def test_newer_identity_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiered.store.lifetime.directory._FORMAT", 2)
+def test_newer_identity_is_refused(tmp_path):
     make_store(tmp_path)
-    monkeypatch.undo()
-    refused([tmp_path], match="format version 2")
+    fields = {"format": 3, "index": 0, "number": 1, "store": bytes(16).hex()}
+    text = json.dumps({**fields, "digest": directory_module._digest(fields)})
+    (tmp_path / "identity").write_text(text + "\n")
+    refused([tmp_path], match="format version 3; this tiered reads versions 1 to 2")
 
 
 @pytest.mark.parametrize("index, number", [(0, 1 << 40), (0, 2.5), (False, 2), (0, 0), (1, 1), (-1, 2)])

@@ -6,7 +6,8 @@ collective that did not end is never used again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +25,7 @@ __all__ = ["Exchange", "UnitCollectives"]
 
 _PARAMETERS = "model/parameters/"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-_lost: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
+_kept: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
 
 
 class GatherSlots:
@@ -114,18 +115,18 @@ class _GatheredByAll(Gathered):
 class Exchange:
     """The exchange of one unit's gradients that is under way: ``received`` has the pieces of all ranks, in order."""
 
-    __slots__ = ("_buffer", "_collectives", "_sent", "_tickets", "received")
+    __slots__ = ("_buffer", "_collectives", "_tickets", "received")
 
     def __init__(
-        self, collectives: UnitCollectives, sent: Lease, buffer: Buffer, received: torch.Tensor, tickets: list[Ticket]
+        self, collectives: UnitCollectives, buffer: Buffer, received: torch.Tensor, tickets: list[Ticket]
     ) -> None:
         """``buffer`` has ``received``, (nbytes,) uint8: of each trainable span, world pieces."""
-        self._collectives, self._sent, self._buffer, self._tickets = collectives, sent, buffer, tickets
+        self._collectives, self._buffer, self._tickets = collectives, buffer, tickets
         self.received = received
 
     def wait(self) -> tuple[bytes, ...]:
         """Wait for the bytes of all ranks; return the payload of each."""
-        with self._collectives.using(self._sent, self._buffer):
+        with self._collectives.using():
             first, *_ = [ticket.wait() for ticket in self._tickets]
         return first
 
@@ -133,6 +134,17 @@ class Exchange:
         """Give the received bytes back; no tensor may lie in them."""
         self.received = _NONE
         self._collectives.slots.give(self._buffer)
+
+    def drop(self, end_sent: Callable[[], object]) -> None:
+        """Forget it; blocks until it is over. ``end_sent()`` gives back what was sent, at once or with lost buffers."""
+        try:
+            for ticket in self._tickets:
+                ticket.wait()
+        except Exception:  # which its first wait has raised, or another call does
+            self._collectives.lose(self.end, end_sent)
+        else:
+            self.end()
+            end_sent()
 
 
 class UnitCollectives:
@@ -149,6 +161,21 @@ class UnitCollectives:
         self.told: tuple[bytes, ...] = ()
         self.ranks = ranks
         self.slots = GatherSlots(working_set)
+        self._lost: list[tuple[int, Callable[[], object]]] = []  # that give back what other ranks may write into yet
+
+    def lose(self, *ends: Callable[[], object]) -> None:
+        """Call ``ends`` once no other rank can write into what they give back: in ``end`` after a new beginning."""
+        if not any(each is self._lost for each in _kept):
+            _kept.append(self._lost)
+        self._lost += [(self.ranks.num_beginnings, each) for each in ends]
+
+    def end(self) -> None:
+        """The step is forgotten: give all that is free back to the budget, and lost buffers that are free again."""
+        over = [end for beginning, end in self._lost if beginning < self.ranks.num_beginnings]
+        self._lost[:] = [each for each in self._lost if each[0] == self.ranks.num_beginnings]
+        for end in over:
+            end()
+        self.slots.end()
 
     def __repr__(self) -> str:
         return f"UnitCollectives({self.rank} of {self.world})"
@@ -178,7 +205,8 @@ class UnitCollectives:
                 for lease in shards:
                     lease.release()
                 shards = ()
-        with self.using(*(buffer for buffer, _ in whole), *shards):
+        ends = [lease.release for lease in shards] + [functools.partial(self.slots.give, buffer) for buffer, _ in whole]
+        with self.using(*ends):
             tickets = []
             for key, (buffer, tensor) in zip(keys, whole, strict=True):
                 what = f"{key.removeprefix(_PARAMETERS)} for {self.use}"
@@ -239,13 +267,13 @@ class UnitCollectives:
         with self._together(f"exchange of {name}"):
             place, received = self.slots.take(sum(span.numel() for span in spans))
         tickets, start, owner = list[Ticket](), 0, (buffer.lease.buffer, place)
-        with self.using(buffer.lease, place):
+        with self.using(buffer.discard, lambda: self.slots.give(place)):
             for span in spans:
                 part = received[start : start + span.numel()]
                 exchange = self.ranks.comm_thread.exchange
                 tickets.append(exchange(name, span, received=part, payload=payload, owner=owner))
                 start, payload = start + span.numel(), b""
-        return Exchange(self, buffer.lease, place, received, tickets)
+        return Exchange(self, place, received, tickets)
 
     @contextmanager
     def _together(self, what: str) -> Iterator[None]:
@@ -257,12 +285,12 @@ class UnitCollectives:
             raise
 
     @contextmanager
-    def using(self, *owners: object) -> Iterator[None]:
-        """The owners' bytes are in use by collectives until the block ends: where an error ends it, for good."""
+    def using(self, *ends: Callable[[], object]) -> Iterator[None]:
+        """The bytes that ``ends`` give back are in use by collectives: where an error ends the block, they are lost."""
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankLostError | StepAbandonedError):
                 self.ranks.abandon(error, "a collective")
-            _lost.extend(owners)
+            self.lose(*ends)
             raise

@@ -1,0 +1,87 @@
+"""Cases of commits over ranks: training that commits, is killed, rolled back and resumed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tiered
+from tests.models import CASES
+from tests.ranks.processes import case
+from tests.ranks.training import digests_of, group_of, over_ranks, recipe_of
+from tests.zero.training import SEED, Session, start
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.generations.commit import Committer
+from tiered.store.lifetime.confirmation import RanksConfirmation
+
+__all__ = ["NUM_STEPS"]
+
+NUM_STEPS = 6
+_INSTANTS: dict[str, tuple[type, str]] = {
+    "before the flush": (Committer, "_write"),
+    "before the catalog": (SqliteCatalog, "apply"),
+    "before the confirmation": (RanksConfirmation, "confirm"),
+}
+
+
+def opened(path: str, group: Any, **options: Any) -> tiered.Store:
+    return tiered.Store(path, dram=(64 << 20) * group.size(), process_group=group, **{"rank_deadline": 30} | options)
+
+
+def begun(store: tiered.Store, group: Any, *, model: str, dtype: str, update: str) -> tuple[Session, int]:
+    """Return a session that has resumed, and the step that it is at."""
+    zoo = over_ranks(CASES[model], group.rank(), group.size())
+    session = start(zoo, recipe_of(dtype), store, update, seed=SEED)
+    state = store.resume()
+    assert state.get("rank", group.rank()) == group.rank(), "each rank has its own state"
+    return session, state.get("step", 0)
+
+
+@case
+def commit_each_step(
+    send: Callable[[Any], None],
+    *,
+    path: str,
+    world: int,
+    dtype: str = "fp32",
+    update: str = "step",
+    model: str = "gpt",
+    killed: int = -1,
+    instant: str = "",
+    kill_step: int = 3,
+    waits: bool = True,
+) -> Any:
+    """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    with opened(path, group) as store:
+        session, first = begun(store, group, model=model, dtype=dtype, update=update)
+        torch.manual_seed(1000 + group.rank()) if not first else None
+        for step in range(first, NUM_STEPS):
+            session.run_step(step)
+            if step == kill_step and group.rank() == killed:
+                _kill_at(instant)
+            store.commit({"step": step + 1, "rank": group.rank(), "draw": random.random()}, wait=waits)
+            send({"committed": step + 1})
+        trained = session.collect()
+        trained.losses, trained.norms = [], []
+        random_state = torch.randint(1 << 30, ()).item()
+        return {"digests": digests_of(trained), "first": first, "random": random_state, "state": store.state["step"]}
+
+
+def _kill_at(instant: str) -> None:
+    cls, name = _INSTANTS[instant]
+    real = getattr(cls, name)
+
+    def killing(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    setattr(cls, name, killing)
