@@ -16,6 +16,7 @@ from tests.models import CASES
 from tests.ranks.processes import case
 from tests.ranks.training import digests_of, group_of, over_ranks, recipe_of
 from tests.zero.training import SEED, Session, start
+from tiered.errors import StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime.confirmation import RanksConfirmation
@@ -85,3 +86,59 @@ def _kill_at(instant: str) -> None:
         return real(*args, **options)
 
     setattr(cls, name, killing)
+
+
+@case
+def go_back(send: Callable[[Any], None], *, path: str, world: int, kind: str, budget: int = 64 << 20) -> Any:
+    """Fail on rank 0 alone, in the step after the second commit; roll back together, and train to the end."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    found = []
+    with tiered.Store(path, dram=budget * world, process_group=group, rank_deadline=30) as store:
+        session, _ = begun(store, group, model="gpt", dtype="fp32", update="backward" if kind == "backward" else "step")
+        torch.manual_seed(1000 + group.rank())
+        failing = kind if group.rank() == 0 else ""
+        for attempt in range(3):
+            try:
+                for step in range(store.state.get("step", 0), NUM_STEPS):
+                    if step == 2 and attempt < 2:
+                        _fail_in(failing, session, step)
+                    else:
+                        session.run_step(step)
+                    store.commit({"step": step + 1}, wait=False)
+                store.wait_for_commit()
+            except (StepAbandonedError, FailedHereError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+                store.rollback()
+                assert store.generation == 2 and store.state["step"] == 2
+        trained = session.collect()
+        trained.losses, trained.norms = [], []
+        slots = session.model.get_parameter("ln.weight").segment.unit.comm
+        return {"digests": digests_of(trained), "errors": found, "lost": len(slots._lost)}
+
+
+class FailedHereError(Exception):
+    """The failure of one rank's own."""
+
+
+def _fail_in(where: str, session: Session, step: int) -> None:
+    """Train ``step``, and fail ``where`` it says."""
+    if not where:
+        session.run_step(step)
+        return
+
+    def fail(*_: Any) -> Any:
+        raise FailedHereError(where)
+
+    block = session.model.get_submodule("blocks.1")
+    if where == "forward":
+        handle = block.register_forward_pre_hook(fail)
+    else:
+        handle = session.model.get_parameter("ln.weight").register_hook(fail)
+    try:
+        session.run_step(step)
+    finally:
+        handle.remove()
+        assert session.store.ranks is not None
+        session.store.ranks.abandon(FailedHereError(where), "the loop")
