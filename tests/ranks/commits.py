@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,7 @@ from tests.models import CASES
 from tests.ranks.processes import case
 from tests.ranks.training import digests_of, group_of, over_ranks, recipe_of
 from tests.zero.training import SEED, Session, start
-from tiered.errors import StepAbandonedError
+from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime.confirmation import RanksConfirmation
@@ -142,3 +144,36 @@ def _fail_in(where: str, session: Session, step: int) -> None:
         handle.remove()
         assert session.store.ranks is not None
         session.store.ranks.abandon(FailedHereError(where), "the loop")
+
+
+@case
+def open_with(send: Callable[[Any], None], *, path: str, world: int, kind: str = "", on: int = 1) -> str:
+    """Open, and do one thing; something is wrong on rank ``on`` alone. Return the error, "" for none."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ""
+    is_odd = group.rank() == on
+    stack = contextlib.ExitStack()
+    if kind == "locked" and is_odd:
+        own = f"{path}/rank-{on:04d}-of-{world:04d}"
+        stack.enter_context(tiered.Store(own, dram="16MiB", mode="r", process_group=False))
+    try:
+        with stack, opened(path, group) as store:
+            store["x"] = torch.full((5000,), float(group.rank()))
+            if kind == "no space" and is_odd:
+                stack.enter_context(mock.patch.object(store.working_set.space, "flush", _no_space))
+            if kind == "leased" and is_odd:
+                stack.enter_context(store.lease("x", mode="rw"))
+            if kind in ("no space", "leased"):
+                store.commit({"step": 1})
+            if kind == "changes on one":
+                store.commit()
+                if is_odd:
+                    store["y"] = torch.ones(5)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"generation {store.generation}"
+
+
+def _no_space() -> None:
+    raise CapacityError("no space left on the drive")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import tiered
 from tests.ranks.commits import NUM_STEPS
 from tests.ranks.processes import Ranks, StartedRanks
 from tests.rigs.warm_python import WarmPython
+from tiered.errors import UsageError
+from tiered.tools.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +83,58 @@ def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(
     assert {each["first"] for each in found} == ({kept} if kept is not None else {found[0]["first"]})
     assert found[0]["first"] >= 2
     assert [each["digests"] for each in found] == undisturbed[world]
+
+
+# -- one rank's own troubles ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("leased", "LeaseError", "rank 1: commit while 'x' is leased for writing"),
+        ("no space", "", "no space left on the drive"),
+        ("locked", "UsageError", "rank 1: .* is open in process"),
+    ],
+)
+def test_what_keeps_one_rank_from_a_commit_or_an_opening_is_named_on_all(
+    kind: str, error: str, text: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"world": 3, "path": str(tmp_path)}
+    assert ranks.run("open_with", **options) == ["generation 1"] * 3, "a close commits what has changed"
+    found = ranks.run("open_with", **options, kind=kind)
+    for rank, each in enumerate(found):
+        assert each.startswith(error) and re.search(text, each), found
+        assert kind != "no space" or rank == 1 or "generation 2 is lost because rank 1" in each, found
+    assert ranks.run("open_with", **options) == ["generation 2"] * 3
+
+
+def test_all_ranks_commit_at_the_close_where_one_has_changes(ranks: Ranks, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"world": 3, "path": str(tmp_path), "kind": "changes on one"}
+    assert ranks.run("open_with", **options) == ["generation 2"] * 3
+
+
+def test_directories_say_whose_they_are(ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = ranks.run("commit_each_step", world=2, path=str(tmp_path / "run"))[:2]
+    refused = ranks.run("open_with", world=3, path=str(tmp_path / "run"))
+    assert all("holds the stores of 2 ranks, and there are 3 now; expected" in each for each in refused), refused
+    with pytest.raises(UsageError, match=r"holds the stores of 2 ranks, and there is 1 now.*--nproc-per-node 2"):
+        tiered.Store(tmp_path / "run", dram="16MiB")
+    own = tmp_path / "run" / "rank-0001-of-0002"
+    with pytest.raises(UsageError, match=r"is the store of rank 1 of 2, and this is one rank alone.*mode=\"r\""):
+        tiered.Store(own, dram="16MiB")
+    with tiered.Store(own, dram="16MiB", mode="r") as store:
+        assert store.verify().is_clean and store.state["rank"] == 1
+    for command in (["inspect"], ["verify"], ["gc", "--yes"]):
+        assert main([command[0], str(own), *command[1:]]) == 0
+        assert "rank 1 of 2" in " ".join(capsys.readouterr().out.split())
+        assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 2
+        assert "2 stores of ranks lie there" in " ".join(capsys.readouterr().err.split())
+    assert main(["export", str(own), str(tmp_path / "out")]) == 2
+    assert "one rank's shards of a model over 2 ranks" in " ".join(capsys.readouterr().err.split())
+    again = ranks.run("commit_each_step", world=2, path=str(tmp_path / "run"))[:2]
+    assert [each["digests"] for each in again] == [each["digests"] for each in found], "and state_dict() has all"
+    (tmp_path / "alone").mkdir()
+    with tiered.Store(tmp_path / "alone", dram="16MiB") as store:
+        store["a"] = torch.ones(3)
+    refused = ranks.run("open_with", world=2, path=str(tmp_path / "alone"))[:2]
+    assert all("holds the store of one rank, and there are 2 now" in each for each in refused), refused

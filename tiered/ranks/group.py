@@ -109,8 +109,8 @@ class Group:
     def renew(self, number: int, check: Callable[[], object]) -> int:
         """Make control and data anew, with all ranks, and return the largest of their ``number``; blocks.
 
-        For ranks of which some have left a collective in the middle: what is under way on the old ones ends with an
-        error, on all ranks, and no byte of it is written any more. ``check()`` is called while others are waited for.
+        Some rank may have left a collective in the middle: what is under way on the old groups ends with an error, on
+        all ranks, and no byte of it is written any more. ``check()`` is called while others are waited for.
         For gloo alone. Raises what ``check`` does, RankLostError where a rank does not come.
         """
         name = f"{self._name}/again {self._num_renewed}"

@@ -117,9 +117,7 @@ class RanksConfirmation:
                 for rank, each in enumerate(told)
             )
             raise raised_by_all(
-                UsageError(
-                    f"store.commit(): {places}; expected the same on all ranks, which commit after the same step"
-                )
+                UsageError(f"a commit by ranks that differ: {places}; expected all to commit after the same step")
             )
         name = GenerationName(number, told[0]["nonce"])
         with self._condition:

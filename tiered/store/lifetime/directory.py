@@ -33,7 +33,16 @@ from tiered.store.catalog.catalog import Alone, Confirmation, Member
 from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
-__all__ = ["CATALOG_NAME", "Directories", "Identity", "owned_files", "rank_directories", "scratch_directories"]
+__all__ = [
+    "CATALOG_NAME",
+    "Directories",
+    "Identity",
+    "member_in",
+    "owned_files",
+    "rank_directories",
+    "scratch_directories",
+    "stores_of_ranks",
+]
 
 
 _FORMAT = 2  # the newest; a store that nobody shares has format 1
@@ -238,17 +247,24 @@ def rank_directories(paths: Sequence[str | os.PathLike[str]], member: Member) ->
     """Return the directories of ``member`` in ``paths``, which need not exist. Raises UsageError for other ranks'."""
     for path in _distinct(paths):
         own = [entry.name for entry in owned_files(path)]
-        found = [world for world in _worlds_in(path) if world != member.world]
+        found = [world for world in stores_of_ranks(path).values() if world != member.world]
         if own or found:
             raise _other_world(path, found[0] if found else 1, member.world)
     return tuple(path / f"rank-{member.rank:04d}-of-{member.world:04d}" for path in _distinct(paths))
 
 
-def _worlds_in(path: Path) -> list[int]:
-    """Return of how many ranks there are finished stores in directories of ranks in ``path``."""
+def stores_of_ranks(path: Path) -> dict[Path, int]:
+    """Return the directories in ``path`` with a finished store of a rank, and how many ranks there are, by name."""
     names = sorted(os.listdir(path)) if path.is_dir() else []
     matches = [match for name in names if (match := _RANK.fullmatch(name))]
-    return sorted({int(match[1]) for match in matches if os.path.lexists(path / match[0] / CATALOG_NAME)})
+    found = {path / match[0]: int(match[1]) for match in matches}
+    return {each: world for each, world in found.items() if os.path.lexists(each / CATALOG_NAME)}
+
+
+def member_in(paths: Sequence[Path]) -> Member | None:
+    """Return which of several ranks the store in ``paths`` is of. Raises as ``Identity.read``; changes nothing."""
+    found = [Identity.read(path / _IDENTITY) for path in paths if os.path.lexists(path / _IDENTITY)]
+    return found[0].member if found else None
 
 
 def _other_world(path: Path, world: int, got: int) -> UsageError:
@@ -322,7 +338,7 @@ def _look_into(path: Path) -> Identity | None:
         return Identity.read(path / _IDENTITY)
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
     foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
-    if worlds := _worlds_in(path):
+    if worlds := [*stores_of_ranks(path).values()]:
         raise _other_world(path, worlds[0], 1)
     if foreign:
         raise UsageError(
