@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -177,3 +179,41 @@ def open_with(send: Callable[[Any], None], *, path: str, world: int, kind: str =
 
 def _no_space() -> None:
     raise CapacityError("no space left on the drive")
+
+
+@case
+def end_oddly(send: Callable[[Any], None], *, path: str, world: int, kind: str) -> str:
+    """Commit, while rank 0 alone does something else; return the error of each rank, "" for none."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ""
+    is_odd = group.rank() == 0
+    try:
+        with opened(path, group) as store:
+            session, _ = begun(store, group, model="gpt", dtype="fp32", update="step")
+            session.run_step(0)
+            store.commit({"step": 1})
+            if kind == "update fails" and is_odd:
+                stack = mock.patch.object(session.optimizer._pipeline, "update", _no_space_for)
+                with stack:
+                    session.run_step(1)
+                    store.commit({"step": 2}, wait=False)
+                    store.wait_for_commit()
+                return ""
+            session.run_step(1)
+            if kind == "interrupted" and is_odd:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            elif kind == "interrupted":
+                time.sleep(1.0)
+            if kind == "alone" and is_odd:
+                session.run_step(2)
+            else:
+                store.commit({"step": 2}, wait=kind != "update fails")
+                store.wait_for_commit()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _no_space_for(*_: Any, **__: Any) -> None:
+    raise CapacityError("no space left for an update")

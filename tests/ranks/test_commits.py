@@ -138,3 +138,20 @@ def test_directories_say_whose_they_are(ranks: Ranks, tmp_path: Path, capsys: py
         store["a"] = torch.ones(3)
     refused = ranks.run("open_with", world=2, path=str(tmp_path / "alone"))[:2]
     assert all("holds the store of one rank, and there are 2 now" in each for each in refused), refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "others"),
+    [
+        ("interrupted", "KeyboardInterrupt", "rank 0 is lost.*KeyboardInterrupt: .*in store.commit"),
+        ("alone", "the ranks do different things", "the ranks do different things.*store.commit"),
+        ("update fails", "no space left for an update", "generation 2 is lost because rank 0|rank 0 has abandoned"),
+    ],
+)
+def test_no_rank_waits_for_one_that_does_not_commit(
+    kind: str, first: str, others: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    found = ranks.run("end_oddly", world=3, path=str(tmp_path), kind=kind)
+    for rank, error in enumerate(found):
+        assert re.search(others if rank else first, error), found
+    assert ranks.run("open_with", world=3, path=str(tmp_path)) == ["generation 2"] * 3
