@@ -217,3 +217,18 @@ def end_oddly(send: Callable[[Any], None], *, path: str, world: int, kind: str) 
 
 def _no_space_for(*_: Any, **__: Any) -> None:
     raise CapacityError("no space left for an update")
+
+
+@case
+def stripe(send: Callable[[Any], None], *, paths: list[str], world: int, mode: str) -> Any:
+    """Open over several directories, of which some name the rank; put and commit, or read. Return where it lies."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    dram = (64 << 20) * world
+    with tiered.Store(*paths, dram=dram, process_group=group, rank_deadline=30, mode=mode) as store:
+        if mode != "r":
+            store["x"] = torch.full((1 << 20,), group.rank(), dtype=torch.uint8)
+            store.commit({"rank": group.rank()})
+        assert int(store["x"].max()) == store.state["rank"] == group.rank()
+        return [store.generation, *(str(path) for path in store._parts.directories.paths)]  # type: ignore[union-attr]

@@ -155,3 +155,12 @@ def test_no_rank_waits_for_one_that_does_not_commit(
     for rank, error in enumerate(found):
         assert re.search(others if rank else first, error), found
     assert ranks.run("open_with", world=3, path=str(tmp_path)) == ["generation 2"] * 3
+
+
+def test_each_rank_has_a_directory_in_each_that_is_given(ranks: Ranks, tmp_path: Path) -> None:
+    paths = [str(tmp_path / "one"), str(tmp_path / "drive{local_rank}" / "run{rank}")]
+    for mode in ("x", "r"):
+        found = ranks.run("stripe", world=2, paths=paths, mode=mode)[:2]
+        for rank, each in enumerate(found):
+            own = f"rank-{rank:04d}-of-0002"
+            assert each == [1, str(tmp_path / "one" / own), str(tmp_path / f"drive{rank}" / f"run{rank}" / own)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -47,14 +48,19 @@ class Meeting:
             self._gone.add(rank)
             self._condition.notify_all()
 
-    def tell(self, rank: int, place: tuple[str, int], word: str, message: bytes) -> list[bytes]:
+    def tell(
+        self, rank: int, place: tuple[str, int], word: str, message: bytes, look: Callable[[], object] = lambda: None
+    ) -> list[bytes]:
         """Return the messages of all ranks. RankLostError for a rank that is gone without one."""
         with self._condition:
             told = self._told[place]
             told[rank] = word, message
             self._condition.notify_all()
             is_over = lambda: len(told) == self.world or self._gone - told.keys()  # noqa: E731
-            assert self._condition.wait_for(is_over, WAIT_S), f"rank {rank} waits in vain for {word}"
+            end = time.monotonic() + WAIT_S
+            while not self._condition.wait_for(is_over, 0.02):
+                assert time.monotonic() < end, f"rank {rank} waits in vain for {word}"
+                look()
             if len(told) < self.world:
                 raise RankLostError(f"rank {min(self._gone - told.keys())} is gone")
             if len({each for each, _ in told.values()}) > 1:
@@ -75,8 +81,7 @@ class Member:
         return SimpleNamespace(wait=lambda: self._tell("program order", word, payload))
 
     def tell_in_commit(self, message: bytes, note_wait: Callable[[], object]) -> tuple[bytes, ...]:
-        note_wait()
-        return tuple(self._tell("commits", "the end of a commit", message))
+        return tuple(self._tell("commits", "the end of a commit", message, note_wait))
 
     def abandon(self, reason: str) -> None:
         self.meeting.leave(self.rank)
@@ -84,12 +89,12 @@ class Member:
     def leave(self, error: BaseException, what: str) -> None:
         self.meeting.leave(self.rank)
 
-    def _tell(self, channel: str, word: str, message: bytes) -> list[bytes]:
+    def _tell(self, channel: str, word: str, message: bytes, look: Callable[[], object] = lambda: None) -> list[bytes]:
         if self._disk._at_crash is not None:
             self.meeting.leave(self.rank)
             raise RankLostError("this rank has no power")
         self._counts[channel] += 1
-        return self.meeting.tell(self.rank, (channel, self._counts[channel]), word, message)
+        return self.meeting.tell(self.rank, (channel, self._counts[channel]), word, message, look)
 
 
 def open_store(member: Member, disk: SimulatedDisk) -> Store:

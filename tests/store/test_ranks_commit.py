@@ -12,10 +12,11 @@ import pytest
 from tests.devices.simulated_disk import SimulatedDisk
 from tests.store import meeting
 from tests.store.meeting import NUM_OPERATIONS, Crash, Meeting, Member, wrong_after
-from tests.store.rig import beside
+from tests.store.rig import WAIT_S, beside, numbers
 from tiered.errors import CorruptionError, DeviceError, LeaseError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.lifetime.confirmation import RanksConfirmation
+from tiered.store.store import Store
 
 
 @pytest.mark.parametrize("operation", range(NUM_OPERATIONS + 1))
@@ -33,6 +34,22 @@ def test_no_space_on_one_rank_is_named_on_all_and_the_generation_before_is_opene
 def test_the_newest_generation_of_all_is_opened() -> None:
     meeting.a_confirmed_generation_is_opened()
     meeting.the_nonce_is_compared()
+
+
+def test_a_commit_that_waits_for_another_rank_is_not_late() -> None:
+    """The deadline of a store is that of its drives: waiting for a rank is a sign of life."""
+    asked = threading.Event()
+
+    def act(store: Store, rank: int) -> None:
+        store.working_set.deadline_s = 0.2
+        store["a"] = numbers(6000, rank)
+        if rank:
+            flush = store.working_set.space.flush
+            store.working_set.space.flush = lambda: (asked.wait(1.0), flush())  # type: ignore[method-assign]
+            store.working_set.deadline_s = WAIT_S
+        store.commit()
+
+    assert meeting.run_all([SimulatedDisk(), SimulatedDisk()], act) == ["", ""]
 
 
 # -- the confirmation by itself ----------------------------------------------------------------------------------------
