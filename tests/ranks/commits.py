@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tiered
 from tests.models import CASES
 from tests.ranks.processes import case
-from tests.ranks.training import digests_of, group_of, over_ranks, recipe_of
+from tests.ranks.training import changes_of, digests_of, group_of, over_ranks, recipe_of
 from tests.zero.training import SEED, Session, start
 from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
@@ -27,7 +27,7 @@ from tiered.store.lifetime.confirmation import RanksConfirmation
 
 __all__ = ["NUM_STEPS"]
 
-NUM_STEPS = 6
+NUM_STEPS = 5
 _INSTANTS: dict[str, tuple[type, str]] = {
     "before the flush": (Committer, "_write"),
     "before the catalog": (SqliteCatalog, "apply"),
@@ -61,15 +61,23 @@ def commit_each_step(
     instant: str = "",
     kill_step: int = 3,
     waits: bool = True,
+    num_steps: int = NUM_STEPS,
+    unfreezes: bool = False,
 ) -> Any:
-    """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one."""
+    """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one.
+
+    ``unfreezes``: a part of the model is frozen before the first step, values are written, the part is trained again.
+    """
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     with opened(path, group) as store:
         session, first = begun(store, group, model=model, dtype=dtype, update=update)
         torch.manual_seed(1000 + group.rank()) if not first else None
-        for step in range(first, NUM_STEPS):
+        changes = changes_of(session.model, tiered.unsharded) if unfreezes else []
+        for step in range(first, num_steps):
+            for change in changes[step : step + 1]:
+                change()
             session.run_step(step)
             if step == kill_step and group.rank() == killed:
                 _kill_at(instant)

@@ -47,6 +47,30 @@ def test_ranks_roll_back_together_after_one_has_failed(kind: str, ranks: Ranks, 
         assert all(kind in each for each in found[rank]["errors"])
 
 
+@pytest.mark.parametrize(
+    ("model", "dtype", "update", "waits", "stop"),
+    [
+        ("odd_sizes", "bf16", "step", False, 4),
+        ("tied_head", "bf16", "backward", True, 2),
+        ("unused_parameter", "fp32", "backward", False, 2),
+        ("unfrozen", "bf16", "step", True, 3),
+    ],
+)
+def test_a_run_in_two_parts_has_the_bits_of_one(
+    model: str, dtype: str, update: str, waits: bool, stop: int, ranks: Ranks, tmp_path: Path
+) -> None:
+    """Shards, masters, moments and counts come back, where values are written and parts laid out anew, too."""
+    unfreezes = model == "unfrozen"
+    options = {"world": 3, "model": "odd_sizes" if unfreezes else model, "dtype": dtype, "update": update}
+    options |= {"waits": waits, "unfreezes": unfreezes}
+    whole = ranks.run("commit_each_step", **options, path=str(tmp_path / "whole"))
+    first = ranks.run("commit_each_step", **options, path=str(tmp_path / "parts"), num_steps=stop)
+    rest = ranks.run("commit_each_step", **options, path=str(tmp_path / "parts"))
+    for rank in range(3):
+        assert (first[rank]["state"], rest[rank]["first"]) == (stop, stop)
+        assert rest[rank]["digests"] == whole[rank]["digests"] != first[rank]["digests"]
+
+
 @pytest.fixture(scope="module")
 def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Any]]:
     """The digests of each rank after a run that nothing has disturbed, by the number of ranks."""
