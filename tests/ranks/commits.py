@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -130,7 +131,7 @@ def go_back(send: Callable[[Any], None], *, path: str, world: int, kind: str, bu
         return {"digests": digests_of(trained), "errors": found, "lost": len(slots._lost)}
 
 
-class FailedHereError(Exception):
+class FailedHereError(CapacityError):
     """The failure of one rank's own."""
 
 
@@ -140,12 +141,16 @@ def _fail_in(where: str, session: Session, step: int) -> None:
         session.run_step(step)
         return
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise FailedHereError(where)
 
-    block = session.model.get_submodule("blocks.1")
-    if where == "forward":
-        handle = block.register_forward_pre_hook(fail)
+    if where == "exchange":  # the others wait for this one's gradients
+        assert session.store.ranks is not None
+        failing = mock.patch.object(session.store.ranks.comm_thread, "exchange", fail)
+        failing.start()
+        handle: Any = SimpleNamespace(remove=failing.stop)
+    elif where == "forward":
+        handle = session.model.get_submodule("blocks.1").register_forward_pre_hook(fail)
     else:
         handle = session.model.get_parameter("ln.weight").register_hook(fail)
     try:

@@ -36,7 +36,7 @@ def test_a_run_that_commits_resumes_after_its_end(world: int, ranks: Ranks, tmp_
         assert before["digests"] == after["digests"] and before["random"] == after["random"]
 
 
-@pytest.mark.parametrize("kind", ["forward", "step", "backward"])
+@pytest.mark.parametrize("kind", ["forward", "exchange", "backward"])
 def test_ranks_roll_back_together_after_one_has_failed(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run("go_back", world=3, kind=kind, path=str(tmp_path / "failed"))
     update = "backward" if kind == "backward" else "step"

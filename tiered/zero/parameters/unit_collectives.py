@@ -115,13 +115,14 @@ class _GatheredByAll(Gathered):
 class Exchange:
     """The exchange of one unit's gradients that is under way: ``received`` has the pieces of all ranks, in order."""
 
-    __slots__ = ("_buffer", "_collectives", "_tickets", "received")
+    __slots__ = ("_beginning", "_buffer", "_collectives", "_tickets", "received")
 
     def __init__(
         self, collectives: UnitCollectives, buffer: Buffer, received: torch.Tensor, tickets: list[Ticket]
     ) -> None:
         """``buffer`` has ``received``, (nbytes,) uint8: of each trainable span, world pieces."""
         self._collectives, self._buffer, self._tickets = collectives, buffer, tickets
+        self._beginning = collectives.ranks.num_beginnings
         self.received = received
 
     def wait(self) -> tuple[bytes, ...]:
@@ -141,7 +142,7 @@ class Exchange:
             for ticket in self._tickets:
                 ticket.wait()
         except Exception:  # which its first wait has raised, or another call does
-            self._collectives.lose(self.end, end_sent)
+            self._collectives.lose(self._beginning, self.end, end_sent)
         else:
             self.end()
             end_sent()
@@ -163,11 +164,14 @@ class UnitCollectives:
         self.slots = GatherSlots(working_set)
         self._lost: list[tuple[int, Callable[[], object]]] = []  # that give back what other ranks may write into yet
 
-    def lose(self, *ends: Callable[[], object]) -> None:
-        """Call ``ends`` once no other rank can write into what they give back: in ``end`` after a new beginning."""
+    def lose(self, beginning: int, *ends: Callable[[], object]) -> None:
+        """Call ``ends`` once no other rank can write into what they give back: in ``end`` after a new beginning.
+
+        ``beginning``: how often the ranks had begun again when the collective was asked for.
+        """
         if not any(each is self._lost for each in _kept):
             _kept.append(self._lost)
-        self._lost += [(self.ranks.num_beginnings, each) for each in ends]
+        self._lost += [(beginning, each) for each in ends]
 
     def end(self) -> None:
         """The step is forgotten: give all that is free back to the budget, and lost buffers that are free again."""
@@ -265,7 +269,11 @@ class UnitCollectives:
         """
         assert buffer.lease is not None
         with self._together(f"exchange of {name}"):
-            place, received = self.slots.take(sum(span.numel() for span in spans))
+            try:
+                place, received = self.slots.take(sum(span.numel() for span in spans))
+            except BaseException:
+                buffer.discard()
+                raise
         tickets, start, owner = list[Ticket](), 0, (buffer.lease.buffer, place)
         with self.using(buffer.discard, lambda: self.slots.give(place)):
             for span in spans:
@@ -287,10 +295,11 @@ class UnitCollectives:
     @contextmanager
     def using(self, *ends: Callable[[], object]) -> Iterator[None]:
         """The bytes that ``ends`` give back are in use by collectives: where an error ends the block, they are lost."""
+        beginning = self.ranks.num_beginnings
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankLostError | StepAbandonedError):
                 self.ranks.abandon(error, "a collective")
-            self.lose(*ends)
+            self.lose(beginning, *ends)
             raise
