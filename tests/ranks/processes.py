@@ -262,7 +262,7 @@ def _as_interpreter(code: object) -> int:
 
 def _main() -> None:
     """Serve as one of StartedRanks: requests come on standard input, results go where standard output was."""
-    from tests.ranks import constructed, plain, processes, training  # noqa: F401  # their cases
+    from tests.ranks import commits, constructed, plain, processes, training  # noqa: F401  # their cases
 
     world, store, rank = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     out = os.dup(1)

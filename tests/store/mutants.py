@@ -162,9 +162,10 @@ def deletions_are_left_out_of_the_commit(patch: Patch) -> None:
 class _Instead:
     """The confirmation of a store, with another ``confirm``."""
 
-    def __init__(self, confirmation: Confirmation, confirm: Callable[[GenerationName], None]) -> None:
-        self.keeps_before = confirmation.keeps_before
+    def __init__(self, confirmation: Confirmation, confirm: Callable[[GenerationName, Any], None]) -> None:
+        self.keeps_before, self.member = confirmation.keeps_before, confirmation.member
         self.choose, self.propose, self.failed = confirmation.choose, confirmation.propose, confirmation.failed
+        self.join, self.is_to_commit_at_end = confirmation.join, confirmation.is_to_commit_at_end
         self.confirm = confirm
 
 
@@ -174,7 +175,7 @@ def _confirm_instead(patch: Patch, confirm: Callable[[Committer, Confirmation, G
     def make_with(committer: Committer, *arguments: Any) -> None:
         make(committer, *arguments)
         real = committer._confirmation
-        committer._confirmation = _Instead(real, lambda generation: confirm(committer, real, generation))
+        committer._confirmation = _Instead(real, lambda generation, _: confirm(committer, real, generation))
 
     patch.setattr(Committer, "__init__", make_with)
 
@@ -192,7 +193,7 @@ def _free_and_confirm(committer: Committer, real: Confirmation, generation: Gene
             if entry.committed is not None:
                 records.space.give_back(entry.committed.extents)
                 entry.committed = dataclasses.replace(entry.committed, extents=())  # nothing is left to free later
-    real.confirm(generation)
+    real.confirm(generation, bool)
 
 
 @mutant(checks.superseded_bytes_stay_until_the_generation_is_confirmed)

@@ -15,6 +15,7 @@ import tiered
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file
 from tiered.errors import CorruptionError, DeviceError, UsageError
+from tiered.store.catalog.catalog import Member
 from tiered.store.lifetime import directory as directory_module
 from tiered.store.lifetime import lock as lock_module
 from tiered.store.lifetime.directory import CATALOG_NAME, Directories, Identity, scratch_directories
@@ -241,11 +242,12 @@ def test_damaged_identity_is_corruption(tmp_path):
             Directories.open([tmp_path])
 
 
-def test_newer_identity_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("tiered.store.lifetime.directory._FORMAT", 2)
+def test_newer_identity_is_refused(tmp_path):
     make_store(tmp_path)
-    monkeypatch.undo()
-    refused([tmp_path], match="format version 2")
+    fields = {"format": 3, "index": 0, "number": 1, "store": bytes(16).hex()}
+    text = json.dumps({**fields, "digest": directory_module._digest(fields)})
+    (tmp_path / "identity").write_text(text + "\n")
+    refused([tmp_path], match="format version 3; this tiered reads versions 1 to 2")
 
 
 @pytest.mark.parametrize("index, number", [(0, 1 << 40), (0, 2.5), (False, 2), (0, 0), (1, 1), (-1, 2)])
@@ -254,6 +256,23 @@ def test_numbers_that_no_store_has_are_corruption(tmp_path, index, number):
     (tmp_path / "identity").write_bytes(Identity(bytes(16), index, number).encode())
     with pytest.raises(CorruptionError, match="is damaged"):
         Directories.open([tmp_path])
+
+
+@pytest.mark.parametrize("member", [Member(b"r", 0, 2), Member(bytes(16), 2, 2), Member(bytes(16), False, 2)])
+def test_members_that_no_run_has_are_corruption(tmp_path, member):
+    make_store(tmp_path)
+    (tmp_path / "identity").write_bytes(Identity(bytes(16), 0, 1, member).encode())
+    with pytest.raises(CorruptionError, match="is damaged"):
+        Directories.open([tmp_path])
+
+
+def test_an_identity_of_a_rank_comes_back_and_one_of_a_single_rank_has_the_bytes_of_format_1(tmp_path):
+    identity = Identity(bytes(range(16)), 1, 3, Member(b"r" * 16, 3, 8))
+    (tmp_path / "identity").write_bytes(identity.encode())
+    assert Identity.read(tmp_path / "identity") == identity and str(identity.member) == "rank 3 of 8"
+    assert json.loads(Identity(bytes(16), 0, 1).encode()) == {
+        "format": 1, "index": 0, "number": 1, "store": bytes(16).hex(), "digest": "4b8ead7465de5130"
+    }  # fmt: skip
 
 
 # --- creations that were cut short ---

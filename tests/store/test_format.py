@@ -48,7 +48,7 @@ def newer_catalog(directories: list[Path]) -> None:
 
 def newer_identity(directories: list[Path]) -> None:
     path = directories[1] / "identity"
-    fields = json.loads(path.read_bytes()) | {"format": 2, "rank": 3}
+    fields = json.loads(path.read_bytes()) | {"format": 3, "rank": 3}
     del fields["digest"]
     digest = xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
     path.write_bytes(json.dumps({**fields, "digest": digest}).encode() + b"\n")
@@ -59,7 +59,7 @@ def newer_identity(directories: list[Path]) -> None:
     [
         (older_catalog, OLDER),
         (newer_catalog, NEWER),
-        (newer_identity, "version 2; this tiered reads version 1: open it with"),
+        (newer_identity, "version 3; this tiered reads versions 1 to 2: open it with"),
     ],
 )
 @pytest.mark.parametrize("mode", ["r", "a"])

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.store import mutants_of_parts
+from tests.store import mutants_of_parts, mutants_of_ranks
 from tests.store.checks import no_crash_state_is_wrong  # test_power_cut.py has all of it
 from tests.store.mutants import KILLERS, MUTANTS, run_check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 CHECKS = {check.__name__: check for check in KILLERS.values() if check is not no_crash_state_is_wrong}
-assert mutants_of_parts.__name__  # its mutants are among these
+assert mutants_of_parts.__name__ and mutants_of_ranks.__name__  # their mutants are among these
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -24,6 +24,7 @@ class Together:
     """
 
     keeps_before = True
+    member = None
 
     def __init__(self, chosen: int | None = None, *, is_awaited: Callable[[], bool] = lambda: False) -> None:
         self.chosen = chosen
@@ -42,6 +43,12 @@ class Together:
         self.confirmed = name.number
         return name
 
+    def join(self, run: bytes, newest: int) -> bytes:
+        return run
+
+    def is_to_commit_at_end(self, has_changes: bool, failure: Exception | None) -> bool:
+        return has_changes
+
     def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
         self.log.append(("propose", number))
         if self.refusal or (refusal and self.is_strict):
@@ -51,7 +58,7 @@ class Together:
     def failed(self, number: int, error: BaseException) -> None:
         self.log.append(("failed", number))
 
-    def confirm(self, generation: GenerationName) -> None:
+    def confirm(self, generation: GenerationName, note_wait: Callable[[], object]) -> None:
         self.log.append(("confirm", generation.number))
         assert generation.nonce == 1000 + generation.number
         self.asked.set()

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from tiered.errors import RankLostError, StepAbandonedError, TieredError
 from tiered.ranks.comm_thread import CommThread
 
-__all__ = ["Agreement"]
+__all__ = ["CLASSES", "Agreement", "is_raised_by_all", "raised_by_all"]
 
 _NBYTES = 512  # of an outcome: (whether it failed, its text)
 _FAILED, _DONE = b"!", b"."
-_ON_ALL = "_is_raised_on_all_ranks"
+_BY_ALL = "is_raised_by_all"
 _USUAL = (ValueError, TypeError, MemoryError)
 
 
@@ -42,13 +42,14 @@ class Agreement:
         told = self._comm_thread.agree(word, payload).wait()
         failed = [(rank, _plain(each[1:])) for rank, each in enumerate(told) if each[:1] == _FAILED]
         if failed:
-            raise _error(word, failed) from failure
+            raise raised_by_all(_error(word, failed)) from failure
         return tuple(_plain(each[1:]) for each in told)
 
     @contextmanager
     def phase(self, word: str) -> Iterator[None]:
         """``with agreement.phase("open"):`` ends the block with an agreement: an error on one rank is one on all.
 
+        Agreements inside of the block have the same ``word``: so it does not matter how far a rank has come that fails.
         Where the block ends by an interrupt, or by what another rank has done, the error goes on at once; the other
         ranks are told that this one has abandoned the phase. The error of an agreement in the block goes on as it is.
         """
@@ -57,14 +58,25 @@ class Agreement:
         except (RankLostError, StepAbandonedError):
             raise
         except Exception as failure:
-            if vars(failure).get(_ON_ALL):
-                raise  # order: no rank comes to the end of the block
+            if is_raised_by_all(failure):
+                raise
             self.agree(word, failure=failure)
         except BaseException as interrupt:
             self._comm_thread.abandon(f"{type(interrupt).__name__} in {word}")
             raise
         else:
             self.agree(word)
+
+
+def raised_by_all(error: Exception) -> Exception:
+    """Return ``error``, which all ranks are about to raise: a phase around it has nothing to tell."""
+    vars(error)[_BY_ALL] = True
+    return error
+
+
+def is_raised_by_all(error: BaseException) -> bool:
+    """Return whether all ranks raise ``error``."""
+    return _BY_ALL in vars(error)
 
 
 def _text(failure: Exception) -> bytes:
@@ -80,11 +92,9 @@ def _error(word: str, failed: Sequence[tuple[int, str]]) -> Exception:
     parts = [(rank, *text.partition("\n")) for rank, text in failed]
     name = parts[0][1]
     message = "; ".join(
-        f"rank {rank}: {text if name in _CLASSES else f'{name}: {text}'}" for rank, name, _, text in parts
+        f"rank {rank}: {text if name in CLASSES else f'{name}: {text}'}" for rank, name, _, text in parts
     )
-    error = _CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
-    vars(error)[_ON_ALL] = True
-    return error
+    return CLASSES.get(name, TieredError)(f"{word} failed on {len(failed)} of the ranks: {message}")
 
 
 def _classes(base: type[Exception]) -> dict[str, type[Exception]]:
@@ -93,4 +103,5 @@ def _classes(base: type[Exception]) -> dict[str, type[Exception]]:
     return {base.__name__: base, **dict(below)}
 
 
-_CLASSES = _classes(TieredError) | {each.__name__: each for each in _USUAL}
+CLASSES = _classes(TieredError) | {each.__name__: each for each in _USUAL}
+"""The errors that all ranks raise where one does, by the names of their classes."""

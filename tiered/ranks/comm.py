@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tiered.ranks.group import Group
 
-__all__ = ["Comm", "DeviceComm", "GlooComm", "Moving", "NullComm", "Telling", "check_bytes"]
+__all__ = ["Comm", "DeviceComm", "GlooComm", "Moving", "NullComm", "Telling", "check_bytes", "tell_on"]
 
 _LEAST_WAIT_S = 0.001  # torch takes 0 for "no limit"
 _POLL_S = 0.0005  # between two looks at an event, which has no wait with a limit
@@ -132,6 +132,14 @@ class _GlooWorks:
         end = time.monotonic() + timeout_s
         return all(_is_done(work, end - time.monotonic()) for work in self._works)
 
+    def wait_for_any_end(self, timeout_s: float) -> bool:
+        """Wait for at most ``timeout_s`` seconds; return whether all works are over, in an error or not."""
+        end = time.monotonic() + timeout_s
+        for work in self._works:
+            while not work.is_completed() and time.monotonic() < end:
+                time.sleep(_POLL_S)
+        return all(work.is_completed() for work in self._works)
+
 
 def _is_done(work: Any, timeout_s: float) -> bool:
     try:
@@ -153,6 +161,13 @@ class _GlooTelling(_GlooWorks):
     @property
     def messages(self) -> list[bytes]:
         return [bytes(each.tolist()) for each in self._every]
+
+
+def tell_on(group: Any, message: bytes, world: int) -> Telling:
+    """Send ``message``, as long on all ``world`` ranks, to all, on ``group``, one of gloo's that one thread uses."""
+    mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    every = torch.empty(world, len(message), dtype=torch.uint8, device="cpu")
+    return _GlooTelling(group.allgather([list(every)], [mine]), mine, every)
 
 
 class GlooComm:
@@ -183,9 +198,7 @@ class GlooComm:
 
     def tell(self, message: bytes) -> Telling:
         """Send ``message``, as long on all ranks, to all."""
-        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        every = torch.empty(self.world, len(message), dtype=torch.uint8, device="cpu")
-        return _GlooTelling(self._group.control.allgather([list(every)], [mine]), mine, every)
+        return tell_on(self._group.control, message, self.world)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._group!r})"

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,7 +41,9 @@ _NUM_WORDS = 64  # that a message of a departure can choose from
 _NUM_SHOWN = 3
 _M = TypeVar("_M", bound=Moving)
 _log = logging.getLogger("tiered")
-_quarantine: list[object] = []  # lifetime: gloo may write into these to the end of the process
+_quarantine: list[
+    tuple[Any, tuple[torch.Tensor, ...], Comm]
+] = []  # lifetime: gloo may write into these to the end of the process
 _unended: set[object] = set()  # lifetime: the interpreter's end must find those that an ordinary exit would wait for
 
 
@@ -137,8 +139,8 @@ class CommThread:
 
     Each collective has a number and a digest of the whole history up to it, made when it is asked for. No byte of a
     gather or an exchange moves before all ranks have shown the same digest. After the first failure nothing moves any
-    more: each ticket raises that failure, and the ranks go on with a new Group. No buffer of a collective that
-    did not end is used again: quarantined buffers are kept to the end of the process.
+    more: each ticket raises that failure, until all ranks ``begin_again``. No buffer of a collective that did not end
+    is used again before that: else quarantined buffers are kept to the end of the process.
 
     Callers on all ranks ask in the same order; the lock makes one order of several threads of a rank, no more.
     """
@@ -160,6 +162,7 @@ class CommThread:
         self._history = b""
         self._num_asked = 0
         self._num_done = 0
+        self.num_beginnings = 0  # after failures
         self._words: deque[str] = deque(maxlen=_NUM_WORDS)  # of the last collectives that all agreed on
         self._failure: Exception | None = None
         self._is_closed = False
@@ -248,6 +251,39 @@ class CommThread:
         self._process.check("the comm thread")
         self.watch.tell_abandoned(reason)
         self._fail(StepAbandonedError(f"this rank, {self.comm.rank}, has abandoned the step: {reason}"))
+
+    def begin_again(self, renew: Callable[[int], tuple[Comm, int]]) -> None:
+        """After a failure: go on with the comm of ``renew``, and a fresh history; blocks. All ranks do this together.
+
+        ``renew(number)`` gets the number of this rank's last collective, ends what is under way on the old comm on all
+        ranks, and returns the new comm and the largest number of all. Then no buffer is written any more that an
+        earlier collective has left. Raises what ``renew`` does, and RankLostError: the failure then stays.
+        """
+        self._tasks.put(None)
+        while not self._has_ended.wait(_SLICE_S):
+            INTERRUPTS.look()
+        comm, largest = renew(self._num_asked)
+        number = largest + 1  # order: what an abandonment before this tells has a smaller one
+        for each in [each for each in _quarantine if each[2] is self.comm]:
+            if each[0] is not None and not each[0].wait_for_any_end(self.deadline_s):
+                raise RankLostError(f"{each[0]} is under way, though its connections are closed", rank=-1)
+            _quarantine.remove(each)
+        with self._lock:
+            self.watch.begin_again(number)
+            self.comm, self._history, self._failure = comm, b"", None
+            self._num_asked = self._num_done = number
+            self.num_beginnings += 1
+            self._tasks, self._has_ended = queue.SimpleQueue(), threading.Event()
+            self._has_pending = self._has_departed = False
+            self._quarantined.clear()
+            self._quarantined_bytes = 0
+            self._thread = BoundedThread(target=self._run, name=f"tiered comm of rank {comm.rank}")
+            self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing moves any more."""
+        return self._failure is not None
 
     def end_first_step(self) -> None:
         """Have waits end at the deadline itself from here on."""

@@ -5,6 +5,7 @@ No collective of a model is here: comm.py has these, and comm_thread.py issues t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import time
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import RankLostError, UsageError
 
-__all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup", "num_ranks"]
+__all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup"]
 
 FIRST_STEP_FACTOR = 3.0  # of the deadline, in the first step, which also records the schedule and faults pages in
 _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which says more
@@ -30,6 +31,7 @@ _WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its conn
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_NBYTES = 16
 _POLL_S = 0.01
+_NO_TAG = 99  # of a message that nobody sends
 _CONNECT_S = 60.0  # at most, for ranks that have just met to connect: gloo hears no interrupt meanwhile
 _torch: Any = dist  # for names that its stubs do not have
 
@@ -62,7 +64,8 @@ class Group:
     """
 
     __slots__ = (
-        "_caller", "_name", "_store", "commit", "control", "data", "deadline_s", "local_rank", "local_world",
+        "_caller", "_name", "_num_renewed", "_store", "commit", "control", "data", "deadline_s", "local_rank",
+        "local_world",
         "rank", "watch", "world",
     )  # fmt: skip
 
@@ -73,7 +76,8 @@ class Group:
         self.deadline_s = deadline_s
         self._store = _store_of(caller)
         self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
-        self._meet()
+        self._num_renewed = 0
+        self._meet(self._name, 0, lambda: None)
         self.control = self._new("control", self._timeout)
         self.commit = self._new("commit", self._timeout)
         self.watch = self._new("watch", _WATCH_DEADLINE)
@@ -127,14 +131,43 @@ class Group:
             for each in others:
                 del known[each]
 
-    def _meet(self) -> None:
-        """Wait until all ranks have come here: gloo, which waits for them too, names none and hears no interrupt."""
+    def renew(self, number: int, check: Callable[[], object]) -> int:
+        """Make control and data anew, with all ranks, and return the largest of their ``number``; blocks.
+
+        Some rank may have left a collective in the middle: what is under way on the old groups ends with an error, on
+        all ranks, and no byte of it is written any more. ``check()`` is called while others are waited for.
+        For gloo alone. Raises what ``check`` does, RankLostError where a rank does not come.
+        """
+        name = f"{self._name}/again {self._num_renewed}"
+        largest = self._meet(name, number, check)
+        self._num_renewed += 1
+        for old in (self.control, self.data):
+            self.disconnect(old)
+        timeout = timedelta(seconds=FIRST_STEP_FACTOR * self.deadline_s + _LATER_S)
+        self.control = self._new(f"again {self._num_renewed}/control", timeout)
+        self.data = self._new(f"again {self._num_renewed}/data", timeout)
+        return largest
+
+    def disconnect(self, group: Any) -> None:
+        """End what is under way on ``group``, one of gloo's, with an error here and on the other ranks."""
+        for peer in range(self.world):
+            if peer != self.rank:
+                nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                with contextlib.suppress(RuntimeError):  # a receive that runs out closes its connection
+                    group.recv([nothing], peer, _NO_TAG).wait(timedelta(milliseconds=1))
+
+    def _meet(self, name: str, number: int, check: Callable[[], object]) -> int:
+        """Wait until all ranks have come here: gloo, which waits for them too, names none and hears no interrupt.
+
+        Return the largest ``number`` of the ranks.
+        """
         limit_s = FIRST_STEP_FACTOR * self.deadline_s
         end = time.monotonic() + limit_s
-        self._ask_store(lambda: self._store.set(f"{self._name}/{self.rank}", "here"))
+        self._ask_store(lambda: self._store.set(f"{name}/{self.rank}", str(number)))
         for rank in range(self.world):
-            while not self._ask_store(partial(self._store.check, [f"{self._name}/{rank}"])):
+            while not self._ask_store(partial(self._store.check, [f"{name}/{rank}"])):
                 INTERRUPTS.look()
+                check()
                 if time.monotonic() > end:
                     raise RankLostError(
                         f"rank {rank} did not come to open its group within {limit_s:g} s; expected all {self.world}"
@@ -142,6 +175,8 @@ class Group:
                         rank=rank,
                     )
                 time.sleep(_POLL_S)
+        told = self._ask_store(lambda: [self._store.get(f"{name}/{rank}") for rank in range(self.world)])
+        return max(map(int, told))
 
     def _ask_store(self, question: Callable[[], Any]) -> Any:
         """Return the answer of the caller's store. Raises RankLostError where the process that has it is gone."""
@@ -184,12 +219,6 @@ class Group:
 
 
 _num_made: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by the caller's group: a name is used once
-
-
-def num_ranks(process_group: object) -> int:
-    """Return how many ranks ``Group.of(process_group)`` is for. Raises as it does; does not block."""
-    caller = _caller_of(process_group)
-    return 1 if caller is None else caller.size()
 
 
 def _caller_of(process_group: object) -> dist.ProcessGroup | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from tiered.bytes.arena import Arena, Buffer
-from tiered.errors import RankLostError, StepAbandonedError, UsageError
+from tiered.errors import DeviceError, RankLostError, StepAbandonedError, UsageError
 from tiered.ranks.agreement import Agreement
-from tiered.ranks.comm import DeviceComm, GlooComm
+from tiered.ranks.comm import DeviceComm, GlooComm, tell_on
 from tiered.ranks.comm_thread import CommThread
 from tiered.ranks.group import Group
 from tiered.ranks.watch import Watch, words_of
@@ -19,6 +20,9 @@ from tiered.ranks.watch import Watch, words_of
 __all__ = ["Ranks", "phase"]
 
 _DIGEST_NBYTES = 16
+_SLICE_S = 0.1
+_GRACE_S = 1.0  # in which the watch finds the death behind a failed collective, and last bytes arrive
+_POLL_S = 0.01
 
 
 class Ranks:
@@ -31,6 +35,7 @@ class Ranks:
     def __init__(self, group: Group) -> None:
         """Start the threads of this rank; blocks. Raises CapacityError."""
         self._group = group
+        self._device: torch.device | None = None  # with collectives of its own
         self.rank, self.world = group.rank, group.world
         self.local_rank, self.local_world = group.local_rank, group.local_world
         self._watch = Watch(group)
@@ -55,6 +60,7 @@ class Ranks:
         num_known = -self.least("groups of torch", lambda: -self._group.num_known())
         data = self._group.on_device(device, num_known)
         if data is not None:
+            self._device = device
             self.comm_thread.on_device = DeviceComm(self._group, data, device)
         return data is not None
 
@@ -72,6 +78,77 @@ class Ranks:
         except BaseException as error:
             self.abandon(error, what)
             raise
+
+    @property
+    def num_beginnings(self) -> int:
+        """How often the ranks have begun again: buffers that a collective has left before the last are free of it."""
+        return self.comm_thread.num_beginnings
+
+    def leave(self, error: BaseException, what: str) -> None:
+        """This rank was interrupted in ``what``, in which others count on it: they raise RankLostError."""
+        self._watch.tell_lost(self.rank, f"{words_of(error)} in {what}")
+        self.abandon(error, what)
+
+    def rejoin(self, word: str) -> None:
+        """All ranks come to ``word`` together, also after an abandoned step, which is over then; blocks for all.
+
+        Raises UsageError where the ranks do different things, RankLostError.
+        """
+        if not self.comm_thread.has_failed:
+            try:
+                self.agreement.agree(word)
+                return
+            except StepAbandonedError:  # of another rank, which this one had not heard of
+                pass
+        self._watch.check_present()
+        self.comm_thread.begin_again(self._renew)
+        self.agreement.agree(word)
+        if self._device is not None:
+            self.move_on(self._device)
+
+    def _renew(self, number: int) -> tuple[GlooComm, int]:
+        largest = self._group.renew(number, self._watch.check_present)
+        return GlooComm(self._group), largest
+
+    def tell_in_commit(self, message: bytes, note_wait: Callable[[], object]) -> tuple[bytes, ...]:
+        """Return the ``message`` of each rank, as long on all, over the commit group; blocks. One thread at a time.
+
+        Abandoned steps do not matter to it. ``note_wait()`` is called now and then. Raises RankLostError; then nothing
+        can be told any more.
+        """
+        begun = time.monotonic()
+        try:
+            telling = tell_on(self._group.commit, message, self.world)
+            while not telling.wait(_SLICE_S):
+                note_wait()
+                try:
+                    self._watch.check_present()
+                except RankLostError:
+                    if telling.wait(_GRACE_S):  # its last bytes were on their way
+                        break
+                    raise
+                if (waited := time.monotonic() - begun) > self.comm_thread.deadline_s:
+                    raise RankLostError(
+                        f"not all of the {self.world} ranks came to the end of a commit within {waited:.1f} s; one that"
+                        " only needs longer needs a larger rank_deadline",
+                        rank=-1,
+                    )
+        except BaseException as error:
+            self._group.disconnect(self._group.commit)  # lifetime: an ordinary exit would wait for it
+            if isinstance(error, RuntimeError):  # torch's; those of tiered are none
+                raise self._cause_of(error) from error
+            raise
+        return tuple(telling.messages)
+
+    def _cause_of(self, error: RuntimeError) -> DeviceError:
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end:
+            try:
+                self._watch.check_present()
+            except DeviceError as cause:
+                return cause
+            time.sleep(_POLL_S)
+        return DeviceError(f"the ranks' connections for commits have failed: {error}")
 
     def least(self, word: str, number: Callable[[], int]) -> int:
         """Return the least of the ranks' numbers; blocks. An error of ``number`` on one rank is raised on all."""

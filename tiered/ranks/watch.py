@@ -80,6 +80,9 @@ class Watch:
         self._process = this_process()
         self._lock = threading.Lock()
         self._cause: DeviceError | StepAbandonedError | None = None
+        self._lost: DeviceError | None = None  # the first death or loss, which stays
+        self._abandoned: tuple[int, StepAbandonedError] | None = None  # the last, and the collective before it
+        self._first = 0  # the collective before the first one that the ranks have begun again with
         self._known_at = 0.0
         self._number = 0  # of the last collective that this rank has ended
         self._left: dict[int, int] = {}  # rank -> the number of the last collective that it ended before its goodbye
@@ -126,6 +129,23 @@ class Watch:
                     rank=rank,
                     place=place,
                 )
+
+    def check_present(self) -> None:
+        """Raise RankLostError where another rank has died, was missed, or has closed its store. Does not block.
+
+        An abandoned step is no such end: its ranks may go on together.
+        """
+        if self._lost is not None:
+            raise copy_of(self._lost) from self._lost
+        for rank in list(self._left):
+            raise RankLostError(f"rank {rank} has ended its script or closed its store", rank=rank)
+
+    def begin_again(self, number: int) -> None:
+        """All ranks go on behind collective ``number``: what was abandoned before is over. A loss stays."""
+        with self._lock:
+            self._number = self._first = number
+            is_later = self._abandoned is not None and self._abandoned[0] >= number
+            self._cause = self._lost or (self._abandoned[1] if self._abandoned and is_later else None)
 
     def note_end_of(self, number: int) -> None:
         """Note that this rank has ended collective ``number``: its goodbye says so."""
@@ -213,7 +233,9 @@ class Watch:
         elif message.word == _PLACE:
             self._places[peer] = message.number, message.text
         elif message.word == _ABANDONED:
-            self._note(StepAbandonedError(f"rank {peer} has abandoned the step: {message.text}"))
+            self._note_abandoned(
+                message.number, StepAbandonedError(f"rank {peer} has abandoned the step: {message.text}")
+            )
         elif message.rank != self._group.rank:
             self._note(
                 RankLostError(
@@ -248,11 +270,21 @@ class Watch:
             )
         )
 
-    def _note(self, cause: DeviceError | StepAbandonedError) -> None:
+    def _note_abandoned(self, number: int, cause: StepAbandonedError) -> None:
         with self._lock:
-            if self._cause is None:
-                self._known_at = time.monotonic()
-                self._cause = cause  # order: known_s looks at it first
+            if number >= self._first:  # or it is one that the ranks have come back from
+                self._abandoned = number, cause
+                self._set(cause)
+
+    def _note(self, cause: DeviceError) -> None:
+        with self._lock:
+            self._lost = self._lost or cause
+            self._set(cause)
+
+    def _set(self, cause: DeviceError | StepAbandonedError) -> None:
+        if self._cause is None:
+            self._known_at = time.monotonic()
+            self._cause = cause  # order: known_s looks at it first
 
     def _tell(self, message: _Message) -> None:
         with self._lock:

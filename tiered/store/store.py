@@ -6,8 +6,8 @@ It has the order of events; residency.py, values.py, streaming.py and commit.py 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,14 +18,15 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError, UsageError
-from tiered.ranks.group import num_ranks
 from tiered.ranks.ranks import Ranks, phase
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
 from tiered.store.cache import Cache
+from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.format.row import Spec
 from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
+from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
@@ -85,8 +86,9 @@ class Store(TensorMapping):
         ``process_group``: the ranks that train one model together, each with a store of its own. None: the default
         group where ``torch.distributed`` is initialised, and then all ranks open their stores together; False: this
         process alone; or a group, or a DeviceMesh of one dimension. ``{rank}`` and ``{local_rank}`` in a directory
-        stand for this rank's numbers; ``dram`` is divided by the ranks of the machine, and the least share is each
-        rank's. Over ranks ``durable=False`` is all there is yet.
+        stand for this rank's numbers; in it each has its own, such as ``rank-0003-of-0008``. ``dram`` is divided by the
+        ranks of the machine, and the least share is each rank's. All ranks commit, roll back, resume and close
+        together.
         ``rank_deadline``: seconds that a wait for another rank may last before ``RankLostError``, in the first step
         three times as long.
         ``durable=False`` makes swap space that vanishes with the process. ``engine`` moves the bytes: "auto", "uring",
@@ -100,13 +102,10 @@ class Store(TensorMapping):
         self.device_memory = None if device_memory is None else parse_bytes(device_memory)
         try:
             INTERRUPTS.begin(self)
-            self.ranks = _ranks_of(process_group, self.rank_deadline, durable=durable)
+            self.ranks = Ranks.of(process_group, deadline_s=self.rank_deadline)
             with phase(self.ranks, "tiered.Store"):
-                arena = _arena or self._new_arena(dram)
-                paths = _of_this_rank(directories, self.ranks)
-                parts = open_parts(paths, arena, durable=durable, engine=engine, mode=mode, external=external)
-                parts.ranks = self.ranks
-                self._assemble(parts, mode, _DEADLINE_S)
+                options = {"durable": durable, "engine": engine, "mode": mode, "external": external}
+                self._open(directories, _arena or self._new_arena(dram), options)
             INTERRUPTS.look()  # order: here the store can be closed, which the caller has not yet
         except BaseException:
             if hasattr(self, "_generations"):
@@ -115,6 +114,12 @@ class Store(TensorMapping):
                 self.ranks.comm_thread.close()
             INTERRUPTS.end(self)
             raise
+
+    def _open(self, directories: Sequence[str | os.PathLike[str]], arena: Arena, options: dict[str, Any]) -> None:
+        paths, confirmation = _of_this_rank(directories, self.ranks), _confirmation_of(self.ranks)
+        parts = open_parts(paths, arena, confirmation=confirmation, **options)
+        self._assemble(parts, options["mode"], _DEADLINE_S)
+        parts.ranks = self.ranks  # order: where it fails, the other ranks are still to be told
 
     def _new_arena(self, dram: int | str | None) -> Arena:
         ranks = self.ranks
@@ -268,9 +273,11 @@ class Store(TensorMapping):
         """Return to the last committed generation, every registered object included; rewrites nothing. Blocks shortly.
 
         Keys created since are gone, "r" leases keep the bytes they have. Raises UsageError when something is registered
-        and nothing was ever committed, LeaseError while a key is leased for writing.
+        and nothing was ever committed, LeaseError while a key is leased for writing. All ranks call it together; steps
+        that were abandoned on any of them are over then.
         """
-        self._generations.roll_back()
+        with self._together("store.rollback()"):
+            self._generations.roll_back()
 
     def register(self, name: str, item: Stateful) -> None:
         """Make ``item.state_dict()`` part of every commit under ``name``; ``resume`` and ``rollback`` load it again.
@@ -300,9 +307,24 @@ class Store(TensorMapping):
         """Load the last committed generation into all that is registered; return its state, {} if there is none.
 
         Changes since then are rolled back first. Raises UsageError with the differences when something is registered
-        that the commit does not have.
+        that the commit does not have. All ranks call it together; each has the state that it has committed itself.
         """
-        return self._generations.resume()
+        with self._together("store.resume()"):
+            return self._generations.resume()
+
+    @contextmanager
+    def _together(self, word: str) -> Iterator[None]:
+        """All ranks are here together, also after an abandoned step; an error on one is an error on all.
+
+        In a close each rank returns by itself.
+        """
+        if self.ranks is None or not self.durable or self._closing.is_held_here():
+            yield
+            return
+        self._refusals.check()
+        self.ranks.rejoin(word)
+        with self.ranks.agreement.phase(word):
+            yield
 
     def add_guard(
         self, guard: Callable[[str], None], *, returning: Callable[[], AbstractContextManager[None]] | None = None
@@ -445,15 +467,8 @@ class Store(TensorMapping):
                 self._refusals.service = Service.LATE
 
 
-def _ranks_of(process_group: object, deadline_s: float, *, durable: bool) -> Ranks | None:
-    """Return the ranks of ``process_group``, None for one rank; blocks for all of them."""
-    if durable and num_ranks(process_group) > 1:
-        raise UsageError(
-            f"a durable store over {num_ranks(process_group)} ranks: commits of several ranks come with a later"
-            " release; expected durable=False for training over ranks, or process_group=False for a store that is"
-            " this process's alone"
-        )
-    return Ranks.of(process_group, deadline_s=deadline_s)
+def _confirmation_of(ranks: Ranks | None) -> Confirmation:
+    return Alone() if ranks is None else RanksConfirmation(ranks)
 
 
 def _of_this_rank(

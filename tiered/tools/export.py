@@ -159,6 +159,11 @@ class CommittedTensors:
             self.files: dict[str, str] = dict(store.state.get("files", {}))
             self._add_plain_tensors()
             return
+        if (world := state.get("world", 1)) != 1:  # an earlier release knew one rank alone
+            raise UsageError(
+                f"the store holds one rank's shards of a model over {world} ranks; expected model.state_dict(), by all"
+                " ranks together, of the run that resumes it"
+            )
         with taking_apart("tiered.model", by="model"):
             layouts = [layout for _, layout in committed_layouts(state)]
             for layout in layouts:

@@ -24,7 +24,7 @@ from tiered.store.format.root import Root
 from tiered.store.format.row import Row
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, owned_files
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, member_in, owned_files, stores_of_ranks
 from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
@@ -130,7 +130,9 @@ class ExistingRun:
         if len(homes) != 1:
             where = ", ".join(map(str, directories))
             found = "none" if not homes else f"{len(homes)} of them"
-            raise UsageError(f"no run in {where}: expected one {CATALOG_NAME} there, found {found}")
+            raise UsageError(
+                f"no run in {where}: expected one {CATALOG_NAME} there, found {found}{_ranks(directories)}"
+            )
         with closing(SqliteCatalog(homes[0], read_only=True)) as catalog:
             root, rows, kept = catalog.load_newest()
             by_name = sorted(rows, key=lambda row: row.name)
@@ -191,6 +193,18 @@ def _shown_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _of_member(directories: Sequence[Path]) -> str:
+    """Return the words for a store of one rank of several, "" for another."""
+    member = member_in(directories)
+    return "" if member is None else f", the store of {member}"
+
+
+def _ranks(directories: Sequence[Path]) -> str:
+    """Return the words for the stores of ranks in ``directories``, to be looked at one by one; "" for none."""
+    found = [each for directory in directories for each in stores_of_ranks(directory)]
+    return f"; {len(found)} stores of ranks lie there: give the directory of one, such as {found[0]}" if found else ""
+
+
 # -- inspect -------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +229,7 @@ def _lines(run: ExistingRun, *, parameters: bool) -> Iterator[str]:
     before = f"; generation {run.kept[1].number} is kept until the next commit" if run.kept[1:] else ""
     for line in (
         f"{_counted(len(run.rows))}, {nbytes}, in {num} {'directory' if num == 1 else 'directories'}",
-        f"generation {run.root.generation}{before}",
+        f"generation {run.root.generation}{before}{_of_member(run.directories)}",
         f"registered {', '.join(map(_printable, run.registered)) or 'nothing'}",
         f"state {_shown(run.state)}",
     ):
@@ -354,6 +368,7 @@ def _as_json(run: ExistingRun) -> dict[str, object]:
         "generation": run.root.generation,
         "kept_generations": [each.number for each in run.kept],
         "directories": [str(directory) for directory in run.directories],
+        "rank": None if (member := member_in(run.directories)) is None else [member.rank, member.world],
         "keys": [
             {"name": row.name, "dtype": row.dtype, "shape": list(row.shape), "bytes": row.nbytes,
              "generation": row.generation, "files": run.files(row)}
@@ -380,7 +395,7 @@ def check(
     """
     missing = [path for path in directories if not path.is_dir()]
     if missing or not holds_any_file(directories):
-        raise UsageError(f"no run in {', '.join(map(str, missing or directories))}")
+        raise UsageError(f"no run in {', '.join(map(str, missing or directories))}{_ranks(directories)}")
     try:
         with tiered.Store(*directories, dram=64 * MiB, mode="r", external=external) as store:
             report = store.verify()
@@ -393,7 +408,7 @@ def check(
         say(f"damaged: {damage}", indent=9)
     say(
         f"read {format_bytes(report.nbytes)} in {report.num_blocks} blocks of {report.num_keys} keys, "
-        f"generation {generation}: {len(report.errors) or 'none'} damaged"
+        f"generation {generation}{_of_member(directories)}: {len(report.errors) or 'none'} damaged"
     )
     for key, num in report.unread.items():
         say(
@@ -438,7 +453,10 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
     check_writable(json_file)
     with closing(Leftovers(directories)) as found:
         if not (found.items or found.spared or holds_any_file(directories)):
-            raise UsageError(f"no run in {', '.join(map(str, directories))}, and nothing that one has left over")
+            where = ", ".join(map(str, directories))
+            raise UsageError(f"no run in {where}, and nothing that one has left over{_ranks(directories)}")
+        if member := member_in(directories):
+            print(f"the store of {member}")
         for item in found.items:
             say(f"{format_bytes(item.nbytes):>10}  {item}", indent=12)
         freed = 0

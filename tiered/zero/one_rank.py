@@ -27,7 +27,7 @@ def refuse_ranks(store: Store) -> None:
     if number > 1:
         raise UsageError(
             f"tiered.shard with {what}, into a store that was opened for one process: each would train a model of its"
-            " own; expected torch.distributed.init_process_group() before tiered.Store(..., durable=False), or"
+            " own; expected torch.distributed.init_process_group() before tiered.Store(...), or"
             " tiered.Store(..., process_group=False) for models that are to differ or that DistributedDataParallel,"
             " made before tiered.shard, keeps alike"
         )

@@ -122,7 +122,7 @@ def prepare_for(engine: Engine, word: str) -> None:
             failure, is_half_done = error, True
     is_half_done = is_half_done or engine.updates.is_busy or engine.updates.failure is not None
     if is_half_done and word != "close":  # which nothing refuses any more
-        engine.phase.abandon(f"its updates were dropped for a {word} that did not come to its end")
+        engine.phase.begin_return(f"its updates were dropped for a {word} that did not come to its end")
     _forget_step(engine)
     if is_committing and is_half_done:
         _drop_half_done(engine, failure)
@@ -131,7 +131,7 @@ def prepare_for(engine: Engine, word: str) -> None:
 @contextmanager
 def returning(engine: Engine) -> Iterator[None]:
     """Hold ``engine`` back while the store loads the last commit, and let it go on where that has come to its end."""
-    engine.phase.abandon("the return to the last commit did not come to its end")
+    engine.phase.begin_return("the return to the last commit did not come to its end")
     yield
     engine.phase.restored()
 
@@ -166,7 +166,7 @@ def _forget_step(engine: Engine) -> None:
     finally:  # of a device that has failed, whose copies keep leases
         engine.tier.forget()
         if isinstance(comm := engine.units[0].comm, UnitCollectives):
-            comm.dram_slots.end()
+            comm.end()
     engine.backward.forget_touches()
     engine.schedule.forget()
 

@@ -206,6 +206,10 @@ class Phase:
         """Mark the step as left half done; the first reason stays. Other ranks hear of it."""
         if self._store.ranks is not None and not self.abandoned:
             self._store.ranks.comm_thread.abandon(reason)
+        self.begin_return(reason)
+
+    def begin_return(self, reason: str) -> None:
+        """Mark the step as left half done until ``restored``; other ranks, which return too, need not hear of it."""
         self.abandoned = self.abandoned or reason
 
     def conclude(self) -> None:

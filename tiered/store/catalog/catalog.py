@@ -49,13 +49,13 @@ two stay where they are in every version.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from tiered.store.format.root import RootHeader, corrupt
 
-__all__ = ["Alone", "Confirmation", "GenerationName", "generation_names"]
+__all__ = ["Alone", "Confirmation", "GenerationName", "Member", "generation_names"]
 
 
 class GenerationName(NamedTuple):
@@ -63,6 +63,17 @@ class GenerationName(NamedTuple):
 
     number: int
     nonce: int
+
+
+class Member(NamedTuple):
+    """One rank's store among those of a ``run`` (16 bytes) of ``world`` ranks, which commit together."""
+
+    run: bytes
+    rank: int
+    world: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.world}"
 
 
 def generation_names(headers: Sequence[RootHeader], file: str) -> tuple[GenerationName, ...]:
@@ -89,6 +100,16 @@ class Confirmation(Protocol):
     keeps_before: bool
     """Whether generations need to be confirmed: the catalog then keeps the one before each, and ``propose`` waits."""
 
+    member: Member | None
+    """The store among those of its run; None where nobody shares it. The run is known once ``join`` has returned."""
+
+    def join(self, run: bytes, newest: int) -> bytes:
+        """Return the run of all, before a new store is created; blocks.
+
+        ``run``: the one that this store is of, with ``newest`` as its newest generation; b"" where it is to be created.
+        Raises UsageError where the stores are of several runs, or where one is new and others have commits.
+        """
+
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
         """Return which of the generations that this store has, the newest first, it is to open; blocks.
 
@@ -104,8 +125,17 @@ class Confirmation(Protocol):
         and no ``confirm`` or ``failed`` follows.
         """
 
-    def confirm(self, generation: GenerationName) -> None:
-        """Return once everybody has ``generation`` durable; blocks. It is unknown where this raises, not lost."""
+    def confirm(self, generation: GenerationName, note_wait: Callable[[], object]) -> None:
+        """Return once everybody has ``generation`` durable; blocks, and calls ``note_wait`` now and then.
+
+        Raises where some store has lost it; where the others cannot be asked, it is unknown.
+        """
+
+    def is_to_commit_at_end(self, has_changes: bool, failure: Exception | None) -> bool:
+        """Return whether the stores, which all close, commit once more: where any ``has_changes``. Blocks.
+
+        Raises for all where one has a ``failure``.
+        """
 
     def failed(self, number: int, error: BaseException) -> None:
         """Say that the generation ``number``, which was proposed, is not durable here, and will not be."""
@@ -115,6 +145,11 @@ class Alone:
     """The confirmation of a store that nobody shares: it is given at once."""
 
     keeps_before = False
+    member: Member | None = None
+
+    def join(self, run: bytes, newest: int) -> bytes:
+        """Return b"": a store that nobody shares is of no run."""
+        return b""
 
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
         """Return the newest."""
@@ -124,8 +159,12 @@ class Alone:
         """Return a random nonce: what refuses says so itself."""
         return int.from_bytes(os.urandom(8), "little")
 
-    def confirm(self, generation: GenerationName) -> None:
+    def confirm(self, generation: GenerationName, note_wait: Callable[[], object]) -> None:
         """Return."""
+
+    def is_to_commit_at_end(self, has_changes: bool, failure: Exception | None) -> bool:
+        """Return whether there is something to commit."""
+        return has_changes
 
     def failed(self, number: int, error: BaseException) -> None:
         """Return: the caller is told of ``error`` by itself."""

@@ -10,6 +10,7 @@ Whether a file was changed is asked behind all reads, those of leases too.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -357,7 +358,8 @@ class Committer:
             sealed.phase += 1
             is_durable = True
             # Order: until this returns, the sealed set and the one before stay as they are, and no key takes a third.
-            self._confirmation.confirm(GenerationName(root.generation, root.nonce))
+            name = GenerationName(root.generation, root.nonce)
+            self._confirmation.confirm(name, functools.partial(_note_wait, sealed))
             recorder.worked("commit", subject, begun)
         except BaseException as error:  # of any kind: it must reach the caller
             self._fail(sealed, error, is_durable=is_durable)
@@ -413,6 +415,11 @@ class Committer:
             self._condition.notify_all()
         if not is_durable:
             self._confirmation.failed(sealed.generation, error)  # order: this store's own callers know by now
+
+
+def _note_wait(sealed: Sealed) -> None:
+    """Others are waited for: who waits for the commit goes on to wait."""
+    sealed.phase += 1
 
 
 def _written_nbytes() -> int:

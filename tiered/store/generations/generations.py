@@ -47,6 +47,7 @@ class Generations:
         self._committer = None if parts.catalog is None else Committer(working_set, parts, parts.catalog, root)
         self._user_text = encode_user_state(committed_state(root.state)[0])  # order: it checks the text
         self.registry = Registry(root.state)
+        self._confirmation = parts.confirmation
         self._root = root
         self._turn = threading.RLock()  # reentrant: loading a state may ask for one of these again
         self.withheld_for = ""  # why a close must not commit, as a guard has said
@@ -179,14 +180,10 @@ class Generations:
                 self._committer.wait()
             if self._committer is not None and this_thread() not in self._refusals.told and failure is None:
                 self._refusals.refuse()
-                if commit and self.withheld_for:
-                    _log.warning("%s", self.withheld_for)
-                elif commit and not self._end_unchanged():
-                    with self._committer.attempt(self.registry.steps()) as attempt:
-                        text = self.registry.encode(self._user_text)
-                        self._committer.measure(text)
-                        self._committer.start(text, attempt, is_last=True)
-                    self.wait()
+                if commit and not self._refusals.is_read_only:
+                    self._commit_last(self._committer)
+            elif commit and self._committer is not None and failure is not None:
+                self._confirmation.is_to_commit_at_end(False, failure)  # order: or the others would wait for this one
         except Exception as error:  # of any kind: the store closes
             failure = failure or error
         with self._working_set.condition:  # order: not after an interrupt; a close that comes again has it all to do
@@ -204,6 +201,18 @@ class Generations:
             failure = None
         # Order: last, for what a mark stays for is said once to each thread.
         return None if self._working_set.mark.reason and this_thread() in self._refusals.told else failure
+
+    def _commit_last(self, committer: Committer) -> None:
+        """Commit what has changed, here or in any store that shares the generations, and wait for it."""
+        if self.withheld_for:
+            _log.warning("%s", self.withheld_for)
+        has_changes = not self.withheld_for and not self._end_unchanged()
+        if self._confirmation.is_to_commit_at_end(has_changes, None):
+            with committer.attempt(self.registry.steps()) as attempt:
+                text = self.registry.encode(self._user_text)
+                committer.measure(text)
+                committer.start(text, attempt, is_last=True)
+            self.wait()
 
     def _end_unchanged(self) -> bool:
         """Take no more changes, unless there are some to commit; return whether that is so."""

@@ -4,7 +4,8 @@ Each holds ``lock``, ``identity``, ``ledger`` and the device's ``data-NNN``; the
 writes the identities in the order of their indexes, each durable before the next, and the caller then creates the
 catalog: so where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Ledgers and data
 files come only after it. An identity is one line of JSON: format, store, index, number, and a digest, which is xxh3-64
-of the other fields as JSON with sorted keys.
+of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank and world; it lies in a
+directory ``rank-0003-of-0008``.
 """
 
 from __future__ import annotations
@@ -28,28 +29,42 @@ import xxhash
 from tiered.bytes.device.profile import LINK_PROFILE_NAME, PROFILE_NAME
 from tiered.bytes.private_file import create_private_file, fsync_directory, refuse_trap
 from tiered.errors import CapacityError, CorruptionError, DeviceError, UsageError
+from tiered.store.catalog.catalog import Alone, Confirmation, Member
 from tiered.store.lifetime.ledger import LEDGER_NAME
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
-__all__ = ["CATALOG_NAME", "Directories", "Identity", "owned_files", "scratch_directories"]
+__all__ = [
+    "CATALOG_NAME",
+    "Directories",
+    "Identity",
+    "member_in",
+    "owned_files",
+    "rank_directories",
+    "scratch_directories",
+    "stores_of_ranks",
+]
 
 
-_FORMAT = 1
+_FORMAT = 2  # the newest; a store that nobody shares has format 1
 _MAX_NBYTES = 4096
 _MAX_NUM_DIRECTORIES = 1 << 16  # the catalog's extents tell no more apart
+_ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Directory ``index`` of the ``number`` that store ``store_uuid`` (16 bytes) has."""
+    """Directory ``index`` of the ``number`` that store ``store_uuid`` (16 bytes) has; ``member``: of several ranks'."""
 
     store_uuid: bytes
     index: int
     number: int
+    member: Member | None = None
 
     def encode(self) -> bytes:
         """Return the file's content."""
-        fields = {"format": _FORMAT, "index": self.index, "number": self.number, "store": self.store_uuid.hex()}
+        fields = {"format": 1, "index": self.index, "number": self.number, "store": self.store_uuid.hex()}
+        if self.member is not None:
+            fields |= {"format": 2, **self.member._asdict(), "run": self.member.run.hex()}
         return json.dumps({**fields, "digest": _digest(fields)}).encode() + b"\n"
 
     @classmethod
@@ -66,14 +81,19 @@ class Identity:
                 raise ValueError("it does not match its digest")
             if fields["format"] > _FORMAT:
                 raise UsageError(
-                    f"{path} has format version {fields['format']}; this tiered reads version {_FORMAT}: "
+                    f"{path} has format version {fields['format']}; this tiered reads versions 1 to {_FORMAT}: "
                     "open it with the version of tiered that wrote it"
                 )
-            identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"])
-            numbers = fields["format"], identity.index, identity.number
-            if any(type(number) is not int for number in numbers) or fields["format"] != _FORMAT:
+            member = None
+            if fields["format"] == _FORMAT:
+                member = Member(bytes.fromhex(fields["run"]), fields["rank"], fields["world"])
+            identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"], member)
+            numbers = fields["format"], identity.index, identity.number, *(member or ())[1:]
+            if any(type(number) is not int for number in numbers) or fields["format"] not in (1, _FORMAT):
                 raise ValueError(f"it says {fields}")
             if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number <= _MAX_NUM_DIRECTORIES:
+                raise ValueError(f"it says {identity}")
+            if member is not None and not (len(member.run) == 16 and 0 <= member.rank < member.world):
                 raise ValueError(f"it says {identity}")
             return identity
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -94,6 +114,7 @@ CATALOG_NAME = "catalog.db"
 _IDENTITY = "identity"
 _NAMES = {LOCK_NAME, _IDENTITY, LEDGER_NAME, CATALOG_NAME, f"{CATALOG_NAME}-journal"}
 _DATA = re.compile(r"data-\d{3,}")
+_RANK = re.compile(r"rank-\d{4,}-of-(\d{4,})")
 # Files that an interrupted creation, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
 _PROFILES = (f"{PROFILE_NAME}.", f"{LINK_PROFILE_NAME}.")
@@ -109,21 +130,28 @@ class Directories:
 
     A writer's lock excludes everybody, a reader's excludes writers; both end with ``close``, with the process, and
     never by a forked child. ``created`` says that the identities are new and the caller must create the catalog in
-    ``paths[0]`` before anything else.
+    ``paths[0]`` before anything else. ``member``: of several ranks', with its run; None for a store of one.
     """
 
-    def __init__(self, paths: tuple[Path, ...], store_uuid: bytes, locks: list[Lock], *, created: bool) -> None:
+    def __init__(
+        self, paths: tuple[Path, ...], store_uuid: bytes, locks: list[Lock], *, created: bool, member: Member | None
+    ) -> None:
         self.paths = paths
         self.store_uuid = store_uuid
         self.created = created
+        self.member = member
         self._locks = locks
 
     @classmethod
-    def open(cls, paths: Sequence[str | os.PathLike[str]], mode: Mode = "a") -> Directories:
+    def open(
+        cls, paths: Sequence[str | os.PathLike[str]], mode: Mode = "a", confirmation: Confirmation = _ALONE
+    ) -> Directories:
         """Lock ``paths``, in any order: exactly the directories of one store, or of one that is to be created.
 
         ``mode`` "a" opens or creates, "x" creates, "r" opens to read; a creation that was cut short is done again.
         "w" opens a store to clean it, such a creation included: ``store_uuid`` is empty then.
+        ``confirmation``: of the ranks that share the store; a new one is created as theirs, once they have joined.
+        "r" and "w" open one rank's alone, too.
         Raises UsageError for anything else (missing, foreign or additional directories, loose permissions, symbolic
         links inside, a second opener: the message names its pid), DeviceError for one that cannot be written to, and
         CorruptionError for a damaged identity; nothing in the directories has then been changed.
@@ -136,7 +164,8 @@ class Directories:
         locks: list[Lock] = []
         with _as_device_error():
             try:
-                plan = _survey(found, mode)  # refuses before anything is created
+                expected = confirmation.member
+                plan = _survey(found, mode, expected)  # refuses before anything is created
                 if plan is None and mode != "w":
                     for path in found:
                         _make_private(path)
@@ -144,13 +173,15 @@ class Directories:
                     locks.append(Lock(path, shared=mode == "r"))
                 if mode != "r":
                     _refuse_unwritable(found)
-                plan = _survey(found, mode)  # may have changed before the locks were ours
+                plan = _survey(found, mode, expected)  # may have changed before the locks were ours
                 if plan is None and mode == "w":
-                    return cls(found, b"", locks, created=False)
-                ordered, store_uuid = plan or (found, _write_identities(found))
+                    return cls(found, b"", locks, created=False, member=None)
+                if plan is None:
+                    member = expected and expected._replace(run=confirmation.join(b"", 0))
+                ordered, identity = plan or (found, _write_identities(found, member))
                 for lock in locks:
                     lock.hold(_IDENTITY)
-                return cls(ordered, store_uuid, locks, created=plan is None)
+                return cls(ordered, identity.store_uuid, locks, created=plan is None, member=identity.member)
             except BaseException:
                 for lock in locks:
                     lock.release()
@@ -212,8 +243,42 @@ def _refuse_unwritable(paths: tuple[Path, ...]) -> None:
             raise DeviceError(f'{path} cannot be written to: chmod 700 it, or read what it holds with mode="r"')
 
 
-def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], bytes] | None:
-    """Return the directories in order and the uuid of the store they are; None where one is to be created."""
+def rank_directories(paths: Sequence[str | os.PathLike[str]], member: Member) -> tuple[Path, ...]:
+    """Return the directories of ``member`` in ``paths``, which need not exist. Raises UsageError for other ranks'."""
+    for path in _distinct(paths):
+        own = [entry.name for entry in owned_files(path)]
+        found = [world for world in stores_of_ranks(path).values() if world != member.world]
+        if own or found:
+            raise _other_world(path, found[0] if found else 1, member.world)
+    return tuple(path / f"rank-{member.rank:04d}-of-{member.world:04d}" for path in _distinct(paths))
+
+
+def stores_of_ranks(path: Path) -> dict[Path, int]:
+    """Return the directories in ``path`` with a finished store of a rank, and how many ranks there are, by name."""
+    names = sorted(os.listdir(path)) if path.is_dir() else []
+    matches = [match for name in names if (match := _RANK.fullmatch(name))]
+    found = {path / match[0]: int(match[1]) for match in matches}
+    return {each: world for each, world in found.items() if os.path.lexists(each / CATALOG_NAME)}
+
+
+def member_in(paths: Sequence[Path]) -> Member | None:
+    """Return which of several ranks the store in ``paths`` is of. Raises as ``Identity.read``; changes nothing."""
+    found = [Identity.read(path / _IDENTITY) for path in paths if os.path.lexists(path / _IDENTITY)]
+    return found[0].member if found else None
+
+
+def _other_world(path: Path, world: int, got: int) -> UsageError:
+    """Return the refusal of ``path``, whose store, or stores, are of ``world`` ranks, by ``got`` ranks."""
+    how = f"torchrun --nproc-per-node {world}" if world > 1 else "one process, without torch.distributed"
+    held = f"the stores of {world} ranks" if world > 1 else "the store of one rank"
+    return UsageError(
+        f"{path} holds {held}, and there {'are' if got > 1 else 'is'} {got} now; expected the same number of ranks, as"
+        f" in {how}, or another directory"
+    )
+
+
+def _survey(paths: tuple[Path, ...], mode: Mode, member: Member | None) -> tuple[tuple[Path, ...], Identity] | None:
+    """Return the directories in order and the identity of the first; None where a store is to be created."""
     identities: dict[Path, Identity] = {}
     for path in paths:
         identity = _look_into(path)
@@ -230,7 +295,15 @@ def _survey(paths: tuple[Path, ...], mode: Mode) -> tuple[tuple[Path, ...], byte
     if mode == "x":
         raise UsageError(f'{paths[0]} holds a store already; mode "x" creates one: open it with mode "a"')
     ordered = sorted(paths, key=lambda path: identities[path].index)
-    return tuple(ordered), identities[ordered[0]].store_uuid
+    found = identities[ordered[0]].member
+    is_alone = member is None and mode in ("r", "w")  # to look at it, or to clean it
+    if not is_alone and (found and found._replace(run=b"")) != member:
+        raise UsageError(
+            f"{ordered[0]} is the store of {found or 'one rank alone'}, and this is {member or 'one rank alone'};"
+            f" expected all ranks together, as in torchrun --nproc-per-node {found.world if found else 1}, with the"
+            ' directory that theirs lie in; one rank alone may read its store with mode="r"'
+        )
+    return tuple(ordered), identities[ordered[0]]
 
 
 def owned_files(directory: Path) -> Iterator[Path]:
@@ -265,6 +338,8 @@ def _look_into(path: Path) -> Identity | None:
         return Identity.read(path / _IDENTITY)
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
     foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
+    if worlds := [*stores_of_ranks(path).values()]:
+        raise _other_world(path, worlds[0], 1)
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"
@@ -321,7 +396,7 @@ def _check_set(paths: tuple[Path, ...], identities: dict[Path, Identity]) -> Non
         )
 
 
-def _write_identities(paths: tuple[Path, ...]) -> bytes:
+def _write_identities(paths: tuple[Path, ...], member: Member | None) -> Identity:
     """Give every directory a new identity, durably; remove the files of an interrupted creation first."""
     # The first directory's identity goes last and comes first: one without it would look like a part of another store.
     for path in sorted(paths, key=_is_first):
@@ -332,13 +407,13 @@ def _write_identities(paths: tuple[Path, ...]) -> bytes:
     for index, path in enumerate(paths):
         fd = create_private_file(path / f"{_IDENTITY}.new")
         try:
-            os.write(fd, Identity(store_uuid, index, len(paths)).encode())
+            os.write(fd, Identity(store_uuid, index, len(paths), member).encode())
             os.fsync(fd)
         finally:
             os.close(fd)
         os.rename(path / f"{_IDENTITY}.new", path / _IDENTITY)
         fsync_directory(path)
-    return store_uuid
+    return Identity(store_uuid, 0, len(paths), member)
 
 
 def _is_first(path: Path) -> bool:

@@ -25,7 +25,7 @@ from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, rank_directories, scratch_directories
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.ledger import Ledgers
 from tiered.units import MiB, format_bytes, parse_bytes
@@ -42,6 +42,7 @@ CATALOG_NBYTES = 8 * MiB
 _log = logging.getLogger("tiered")
 
 Path = str | os.PathLike[str]
+_ALONE = Alone()
 
 
 @dataclass(slots=True)
@@ -126,10 +127,18 @@ def empty_root(store_uuid: bytes, num_directories: int) -> Root:
 
 
 def open_parts(
-    paths: Sequence[Path], arena: Arena, *, durable: bool, engine: str, mode: str, external: Sequence[Path] = ()
+    paths: Sequence[Path],
+    arena: Arena,
+    *,
+    durable: bool,
+    engine: str,
+    mode: str,
+    external: Sequence[Path] = (),
+    confirmation: Confirmation = _ALONE,
 ) -> Parts:
     """Open or create a store's devices and catalog around ``arena``, which is theirs to close.
 
+    ``confirmation``: of the ranks that share the store, which then lies in directories of this rank's in ``paths``.
     Raises UsageError, CapacityError, DeviceError and others, with everything closed.
     """
     with contextlib.ExitStack() as stack:
@@ -137,13 +146,20 @@ def open_parts(
         _check_engine(engine)
         sources = ExternalSources(external, engine)
         stack.callback(sources.close)
-        parts = replace(_open_around(arena, paths, durable, engine, mode, stack), external=sources)
+        parts = _open_around(arena, paths, durable, engine, mode, confirmation, stack)
+        parts = replace(parts, external=sources, confirmation=confirmation)
         stack.pop_all()
         return parts
 
 
 def _open_around(
-    arena: Arena, paths: Sequence[Path], durable: bool, engine: str, mode: str, stack: contextlib.ExitStack
+    arena: Arena,
+    paths: Sequence[Path],
+    durable: bool,
+    engine: str,
+    mode: str,
+    confirmation: Confirmation,
+    stack: contextlib.ExitStack,
 ) -> Parts:
     if mode not in ("a", "x", "r"):
         raise ValueError(f'mode must be "a", "x" or "r", got {mode!r}')
@@ -155,7 +171,9 @@ def _open_around(
         if mode == "r":
             raise UsageError('durable=False keeps nothing that mode="r" could read')
         return Parts(arena, _open_devices(scratch_directories(paths), engine, stack), None)
-    directories = Directories.open(paths, mode)  # type: ignore[arg-type]  # checked above
+    if confirmation.member is not None:
+        paths = rank_directories(paths, confirmation.member)
+    directories = Directories.open(paths, mode, confirmation)  # type: ignore[arg-type]  # checked above
     stack.callback(directories.close)
     catalog_path = directories.paths[0] / CATALOG_NAME
     if directories.created:
@@ -163,6 +181,8 @@ def _open_around(
     else:
         catalog = SqliteCatalog(catalog_path, read_only=mode == "r")
     stack.callback(catalog.close)
+    if directories.member is not None and confirmation.member is not None and not directories.created:
+        confirmation.join(directories.member.run, catalog.kept()[0].number)
     ledgers = Ledgers() if mode == "r" else Ledgers(directories.paths, directories.store_uuid)
     devices = _open_devices(directories.paths, engine, stack)
     ledgers.watch(devices)

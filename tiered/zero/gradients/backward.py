@@ -7,7 +7,6 @@ devices torch's function that runs a backward is replaced, from their ``shard`` 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import operator
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
-from tiered.errors import DeviceError, StepAbandonedError, UsageError
+from tiered.errors import UsageError
 from tiered.store.waiting.calling_thread import be_thread
 from tiered.store.waiting.recorder import Begun, Recorder
 from tiered.units import format_bytes
@@ -293,9 +292,7 @@ class Backward:
         """Forget the exchange that is under way; blocks until it is over. Where it has failed its buffers are lost."""
         if self._exchange is not None:
             (_, exchange), self._exchange = self._exchange, None
-            with contextlib.suppress(DeviceError, StepAbandonedError):
-                exchange.wait()
-                exchange.end()
+            exchange.drop()
 
     def _exchange_rest(self) -> None:
         """A backward ends: exchange the gradients of all units that have some, on any rank, and were not exchanged."""

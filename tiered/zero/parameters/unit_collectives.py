@@ -28,7 +28,7 @@ __all__ = ["Exchange", "GatheredByAll", "UnitCollectives"]
 
 _PARAMETERS = "model/parameters/"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-_lost: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
+_kept: list[object] = []  # lifetime: other ranks may write into their bytes to the end of the process
 
 
 class GatheredByAll(Gathered):
@@ -96,7 +96,7 @@ class Exchange:
     (nbytes,) uint8, where the bytes have moved: of each trainable span, world pieces.
     """
 
-    __slots__ = ("_buffers", "_give_sent", "_slots", "_tickets", "_using", "received")
+    __slots__ = ("_beginning", "_buffers", "_collectives", "_give_sent", "_slots", "_tickets", "received")
 
     def __init__(
         self,
@@ -108,13 +108,14 @@ class Exchange:
         give_sent: Callable[[], object],
     ) -> None:
         """``buffers``: that of ``received``, and those of what is sent, which ``give_sent()`` gives back in the end."""
-        self._slots, self._using, self._tickets = collectives.slots, collectives.using, tickets
+        self._collectives, self._slots, self._tickets = collectives, collectives.slots, tickets
+        self._beginning = collectives.ranks.num_beginnings
         self._buffers, self._give_sent = buffers, give_sent
         self.received = received
 
     def wait(self) -> tuple[bytes, ...]:
         """Wait for the bytes of all ranks; return the payload of each."""
-        with self._using(*self._buffers, self._give_sent):
+        with self._collectives.using():
             first, *_ = [ticket.wait() for ticket in self._tickets]
         self._slots.moved(self._tickets[-1].event, *self._buffers)
         self._give_sent()
@@ -125,6 +126,18 @@ class Exchange:
         """Give the received bytes back; no tensor may lie in them."""
         self.received = _NONE
         self._slots.give(self._buffers[0])
+
+    def drop(self) -> None:
+        """Forget it, and what was sent; blocks until it is over. What other ranks may write into is lost."""
+        try:
+            for ticket in self._tickets:
+                ticket.wait()
+        except Exception:  # which its first wait has raised, or another call does
+            self._collectives.lose(self._beginning, self.end, self._give_sent)
+        else:
+            self._slots.moved(self._tickets[-1].event, *self._buffers)
+            self.end()
+            self._give_sent()
 
 
 class UnitCollectives:
@@ -145,6 +158,24 @@ class UnitCollectives:
         self.slots = self.dram_slots = GatherSlots(working_set)
         self._ahead: dict[str, _Gathering] = {}  # by the first key of a unit
         self._device_slots = DeviceSlots(tier) if isinstance(tier, AcceleratorTier) else None
+        self._lost: list[tuple[int, Callable[[], object]]] = []  # that give back what other ranks may write into yet
+
+    def lose(self, beginning: int, *ends: Callable[[], object]) -> None:
+        """Call ``ends`` once no other rank can write into what they give back: in ``end`` after a new beginning.
+
+        ``beginning``: how often the ranks had begun again when the collective was asked for.
+        """
+        if not any(each is self._lost for each in _kept):
+            _kept.append(self._lost)
+        self._lost += [(beginning, each) for each in ends]
+
+    def end(self) -> None:
+        """The step is forgotten: give all that is free back to the budget, and lost buffers that are free again."""
+        over = [end for beginning, end in self._lost if beginning < self.ranks.num_beginnings]
+        self._lost[:] = [each for each in self._lost if each[0] == self.ranks.num_beginnings]
+        for end in over:
+            end()
+        self.dram_slots.end()
 
     def __repr__(self) -> str:
         return f"UnitCollectives({self.rank} of {self.world})"
@@ -202,7 +233,7 @@ class UnitCollectives:
             self.slots.fill(buffer, piece, tier.lease(key, "r"), keeps=False)
             return self.slots.mark(buffer)
 
-        with self.using(*(buffer for buffer, _ in whole)):
+        with self.using(*self._ends(whole, [])):
             tickets = [
                 self.ranks.comm_thread.gather(
                     self._words_of(key), tensor, owner=buffer,
@@ -244,7 +275,7 @@ class UnitCollectives:
                 for lease in shards:
                     lease.release()
                 raise
-        with self.using(*(buffer for buffer, _ in whole), *shards):
+        with self.using(*self._ends(whole, shards)):
             tickets = []
             for key, (buffer, tensor) in zip(keys, whole, strict=True) if mode != "w" else ():
                 how = {"payload": payload or b"", "after": self.slots.mark(buffer), "owner": buffer}
@@ -252,12 +283,16 @@ class UnitCollectives:
                 payload = None
         return _Gathering(whole, shards, tickets)
 
+    def _ends(self, whole: Sequence[tuple[Any, torch.Tensor]], shards: Sequence[Lease]) -> list[Callable[[], object]]:
+        """Return the calls that give back what a gather uses."""
+        return [lease.release for lease in shards] + [functools.partial(self.slots.give, buffer) for buffer, _ in whole]
+
     def _words_of(self, key: str) -> str:
         return f"{key.removeprefix(_PARAMETERS)} for {self.use}"
 
     def _end(self, gathering: _Gathering) -> tuple[bytes, ...]:
         """Wait for the bytes; return what the ranks have told."""
-        with self.using(*(buffer for buffer, _ in gathering.whole), *gathering.shards):
+        with self.using(*self._ends(gathering.whole, gathering.shards)):
             told, *_ = [ticket.wait() for ticket in gathering.tickets] or [()]
         for ticket, (buffer, _) in zip(gathering.tickets, gathering.whole, strict=False):  # none of bytes to be written
             self.slots.moved(ticket.event, buffer)
@@ -331,9 +366,13 @@ class UnitCollectives:
             else:
                 there = gradients.tensor
             spans = [there[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]
-            place, received = self.slots.take(layout.gradient_nbytes)
+            try:
+                place, received = self.slots.take(layout.gradient_nbytes)
+            except BaseException:
+                give_sent()
+                raise
         buffers, tickets, start = (place, *sent), list[Ticket](), 0
-        with self.using(*buffers, give_sent):
+        with self.using(give_sent, functools.partial(self.slots.give, place)):
             after = self.slots.mark(*buffers)
             for span in spans:
                 part = received[start : start + span.numel()]
@@ -343,12 +382,13 @@ class UnitCollectives:
         return Exchange(self, received, tickets, buffers=buffers, give_sent=give_sent)
 
     @contextmanager
-    def using(self, *owners: object) -> Iterator[None]:
-        """The owners' bytes are in use by collectives until the block ends: where an error ends it, for good."""
+    def using(self, *ends: Callable[[], object]) -> Iterator[None]:
+        """The bytes that ``ends`` give back are in use by collectives: where an error ends the block, they are lost."""
+        beginning = self.ranks.num_beginnings
         try:
             yield
         except BaseException as error:
             if not isinstance(error, RankLostError | StepAbandonedError):
                 self.ranks.abandon(error, "a collective")
-            _lost.extend(owners)
+            self.lose(beginning, *ends)
             raise

@@ -1,0 +1,247 @@
+"""Cases of commits over ranks: training that commits, is killed, rolled back and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import tiered
+from tests.models import CASES
+from tests.ranks.processes import case
+from tests.ranks.training import changes_of, digests_of, group_of, over_ranks, recipe_of
+from tests.zero.training import SEED, Session, start
+from tiered.errors import CapacityError, StepAbandonedError
+from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.generations.commit import Committer
+from tiered.store.lifetime.confirmation import RanksConfirmation
+
+__all__ = ["NUM_STEPS"]
+
+NUM_STEPS = 5
+_INSTANTS: dict[str, tuple[type, str]] = {
+    "before the flush": (Committer, "_write"),
+    "before the catalog": (SqliteCatalog, "apply"),
+    "before the confirmation": (RanksConfirmation, "confirm"),
+}
+
+
+def opened(path: str, group: Any, **options: Any) -> tiered.Store:
+    return tiered.Store(path, dram=(64 << 20) * group.size(), process_group=group, **{"rank_deadline": 30} | options)
+
+
+def begun(store: tiered.Store, group: Any, *, model: str, dtype: str, update: str) -> tuple[Session, int]:
+    """Return a session that has resumed, and the step that it is at."""
+    zoo = over_ranks(CASES[model], group.rank(), group.size())
+    session = start(zoo, recipe_of(dtype), store, update, seed=SEED)
+    state = store.resume()
+    assert state.get("rank", group.rank()) == group.rank(), "each rank has its own state"
+    return session, state.get("step", 0)
+
+
+@case
+def commit_each_step(
+    send: Callable[[Any], None],
+    *,
+    path: str,
+    world: int,
+    dtype: str = "fp32",
+    update: str = "step",
+    model: str = "gpt",
+    killed: int = -1,
+    instant: str = "",
+    kill_step: int = 3,
+    waits: bool = True,
+    num_steps: int = NUM_STEPS,
+    unfreezes: bool = False,
+) -> Any:
+    """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one.
+
+    ``unfreezes``: a part of the model is frozen before the first step, values are written, the part is trained again.
+    """
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    with opened(path, group) as store:
+        session, first = begun(store, group, model=model, dtype=dtype, update=update)
+        torch.manual_seed(1000 + group.rank()) if not first else None
+        changes = changes_of(session.model, tiered.unsharded) if unfreezes else []
+        for step in range(first, num_steps):
+            for change in changes[step : step + 1]:
+                change()
+            session.run_step(step)
+            if step == kill_step and group.rank() == killed:
+                _kill_at(instant)
+            store.commit({"step": step + 1, "rank": group.rank(), "draw": random.random()}, wait=waits)
+            send({"committed": step + 1})
+        trained = session.collect()
+        trained.losses, trained.norms = [], []
+        random_state = torch.randint(1 << 30, ()).item()
+        return {"digests": digests_of(trained), "first": first, "random": random_state, "state": store.state["step"]}
+
+
+def _kill_at(instant: str) -> None:
+    cls, name = _INSTANTS[instant]
+    real = getattr(cls, name)
+
+    def killing(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **options)
+
+    setattr(cls, name, killing)
+
+
+@case
+def go_back(send: Callable[[Any], None], *, path: str, world: int, kind: str, budget: int = 64 << 20) -> Any:
+    """Fail on rank 0 alone, in the step after the second commit; roll back together, and train to the end."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    found = []
+    with tiered.Store(path, dram=budget * world, process_group=group, rank_deadline=30) as store:
+        session, _ = begun(store, group, model="gpt", dtype="fp32", update="backward" if kind == "backward" else "step")
+        torch.manual_seed(1000 + group.rank())
+        failing = kind if group.rank() == 0 else ""
+        for attempt in range(3):
+            try:
+                for step in range(store.state.get("step", 0), NUM_STEPS):
+                    if step == 2 and attempt < 2:
+                        _fail_in(failing, session, step)
+                    else:
+                        session.run_step(step)
+                    store.commit({"step": step + 1}, wait=False)
+                store.wait_for_commit()
+            except (StepAbandonedError, FailedHereError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+                store.rollback()
+                assert store.generation == 2 and store.state["step"] == 2
+        trained = session.collect()
+        trained.losses, trained.norms = [], []
+        slots = session.model.get_parameter("ln.weight").segment.unit.comm
+        return {"digests": digests_of(trained), "errors": found, "lost": len(slots._lost)}
+
+
+class FailedHereError(CapacityError):
+    """The failure of one rank's own."""
+
+
+def _fail_in(where: str, session: Session, step: int) -> None:
+    """Train ``step``, and fail ``where`` it says."""
+    if not where:
+        session.run_step(step)
+        return
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise FailedHereError(where)
+
+    if where == "exchange":  # the others wait for this one's gradients
+        assert session.store.ranks is not None
+        failing = mock.patch.object(session.store.ranks.comm_thread, "exchange", fail)
+        failing.start()
+        handle: Any = SimpleNamespace(remove=failing.stop)
+    elif where == "forward":
+        handle = session.model.get_submodule("blocks.1").register_forward_pre_hook(fail)
+    else:
+        handle = session.model.get_parameter("ln.weight").register_hook(fail)
+    try:
+        session.run_step(step)
+    finally:
+        handle.remove()
+        assert session.store.ranks is not None
+        session.store.ranks.abandon(FailedHereError(where), "the loop")
+
+
+@case
+def open_with(send: Callable[[Any], None], *, path: str, world: int, kind: str = "", on: int = 1) -> str:
+    """Open, and do one thing; something is wrong on rank ``on`` alone. Return the error, "" for none."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ""
+    is_odd = group.rank() == on
+    stack = contextlib.ExitStack()
+    if kind == "locked" and is_odd:
+        own = f"{path}/rank-{on:04d}-of-{world:04d}"
+        stack.enter_context(tiered.Store(own, dram="16MiB", mode="r", process_group=False))
+    try:
+        with stack, opened(path, group) as store:
+            store["x"] = torch.full((5000,), float(group.rank()))
+            if kind == "no space" and is_odd:
+                stack.enter_context(mock.patch.object(store.working_set.space, "flush", _no_space))
+            if kind == "leased" and is_odd:
+                stack.enter_context(store.lease("x", mode="rw"))
+            if kind in ("no space", "leased"):
+                store.commit({"step": 1})
+            if kind == "changes on one":
+                store.commit()
+                if is_odd:
+                    store["y"] = torch.ones(5)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"generation {store.generation}"
+
+
+def _no_space() -> None:
+    raise CapacityError("no space left on the drive")
+
+
+@case
+def end_oddly(send: Callable[[Any], None], *, path: str, world: int, kind: str) -> str:
+    """Commit, while rank 0 alone does something else; return the error of each rank, "" for none."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return ""
+    is_odd = group.rank() == 0
+    try:
+        with opened(path, group) as store:
+            session, _ = begun(store, group, model="gpt", dtype="fp32", update="step")
+            session.run_step(0)
+            store.commit({"step": 1})
+            if kind == "update fails" and is_odd:
+                stack = mock.patch.object(session.optimizer._pipeline, "update", _no_space_for)
+                with stack:
+                    session.run_step(1)
+                    store.commit({"step": 2}, wait=False)
+                    store.wait_for_commit()
+                return ""
+            session.run_step(1)
+            if kind == "interrupted" and is_odd:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            elif kind == "interrupted":
+                time.sleep(1.0)
+            if kind == "alone" and is_odd:
+                session.run_step(2)
+            else:
+                store.commit({"step": 2}, wait=kind != "update fails")
+                store.wait_for_commit()
+    except (Exception, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _no_space_for(*_: Any, **__: Any) -> None:
+    raise CapacityError("no space left for an update")
+
+
+@case
+def stripe(send: Callable[[Any], None], *, paths: list[str], world: int, mode: str) -> Any:
+    """Open over several directories, of which some name the rank; put and commit, or read. Return where it lies."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    dram = (64 << 20) * world
+    with tiered.Store(*paths, dram=dram, process_group=group, rank_deadline=30, mode=mode) as store:
+        if mode != "r":
+            store["x"] = torch.full((1 << 20,), group.rank(), dtype=torch.uint8)
+            store.commit({"rank": group.rank()})
+        assert int(store["x"].max()) == store.state["rank"] == group.rank()
+        return [store.generation, *(str(path) for path in store._parts.directories.paths)]  # type: ignore[union-attr]
