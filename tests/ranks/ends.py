@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import RankLostError
 from tiered.ranks.comm import GlooComm
 from tiered.ranks.comm_thread import CommThread
+from tiered.ranks.watch import Watch
 
 _kept: list[Any] = []  # by a case for the next one in the same process
 
@@ -176,3 +178,12 @@ def die_before_sigterm(send: Any) -> None:
     send({"knows": here.rank})
     while here.rank == 0:
         time.sleep(0.01)
+
+
+@case
+def open_and_close(send: Any, *, num: int) -> int:
+    """Return how many watches are left of ``num`` rooms that were opened and closed."""
+    for _ in range(num):
+        Here.open(None, 30.0, send).thread.close()
+    gc.collect()
+    return sum(isinstance(each, Watch) for each in gc.get_objects())

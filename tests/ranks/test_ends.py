@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import ends  # noqa: F401  # its cases
-from tests.ranks.processes import Ranks
+from tests.ranks.processes import Ranks, run_once
 from tests.rigs.warm_python import WarmPython
 
 WITHIN_S = 15.0  # beside a load of 12; bench/ranks.py has the second
@@ -137,3 +137,8 @@ def test_a_script_ends_by_itself_and_by_no_signal(
     errors = [process.communicate(timeout=60)[1] for process in running]
     assert tuple(process.returncode for process in running) == statuses, errors
     assert says in errors[0], errors
+
+
+def test_nothing_is_left_of_ranks_that_have_closed() -> None:
+    """The action of SIGTERM keeps no watch, nor the groups and threads that it refers to."""
+    assert run_once(2, "open_and_close", num=3) == [0, 0]

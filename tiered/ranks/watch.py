@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,7 +91,6 @@ class Watch:
         self._dead: set[int] = set()
         self._places: dict[int, tuple[int, str]] = {}  # rank -> the last number and place that it told
         self._sent = {peer: deque[Any](maxlen=_MOST_SENT) for peer in self._peers}  # lifetime: gloo may read them
-        self._before_sigterm: Any = None
         self._threads = [self._thread(self._listen, peer) for peer in self._peers]
         try:
             for thread in self._threads:
@@ -98,7 +98,8 @@ class Watch:
         except CapacityError:
             self.close(group.deadline_s)
             raise
-        self._stand_before_sigterm()
+        _watches.add(self)
+        _stand_before_sigterm()
 
     @property
     def _peers(self) -> list[int]:
@@ -202,9 +203,12 @@ class Watch:
             while thread.is_alive() and time.monotonic() < end:
                 INTERRUPTS.look()
                 thread.join(_SLICE_S)
-        if signal.getsignal(signal.SIGTERM) == self._on_sigterm and INTERRUPTS.thread == threading.get_ident():
-            signal.signal(signal.SIGTERM, self._before_sigterm)
+        _watches.discard(self)
         return not any(thread.is_alive() for thread in (*speakers, *self._threads))
+
+    def _leave_after_a_death(self) -> None:
+        if isinstance(self._cause, RankLostError) and self._process.is_here:
+            leave(f"SIGTERM after {self._cause}")
 
     def __repr__(self) -> str:
         return f"Watch(rank {self._group.rank}, {self._cause or 'all is well'}, {len(self._left)} goodbyes)"
@@ -308,22 +312,35 @@ class Watch:
         except RuntimeError:  # it is dead
             pass
 
-    # Below: SIGTERM
 
-    def _stand_before_sigterm(self) -> None:
-        """Have a SIGTERM that follows another rank's death end this process: torchrun kills what it does not end."""
-        if threading.get_ident() == INTERRUPTS.thread:
-            self._before_sigterm = signal.getsignal(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, self._on_sigterm)
+# -- SIGTERM -----------------------------------------------------------------------------------------------------------
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if isinstance(self._cause, RankLostError) and self._process.is_here:
-            leave(f"SIGTERM after {self._cause}")
-        elif callable(self._before_sigterm):
-            self._before_sigterm(number, frame)
-        elif self._before_sigterm is not signal.SIG_IGN:
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class _OnSigterm:
+    """The action of SIGTERM, before that of the program. Lifetime: it keeps no watch, and stays when they are gone."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        for watch in list(_watches):
+            watch._leave_after_a_death()
+        if callable(self._before):
+            self._before(number, frame)
+        elif self._before is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+def _stand_before_sigterm() -> None:
+    """Have a SIGTERM that follows another rank's death end this process: torchrun kills what it does not end."""
+    action = signal.getsignal(signal.SIGTERM)
+    is_ours = isinstance(getattr(action, "action", action), _OnSigterm)  # as it is, or while interrupts are held back
+    if threading.get_ident() == INTERRUPTS.thread and not is_ours:
+        signal.signal(signal.SIGTERM, _OnSigterm(action))
 
 
 def copy_of(error: _Error) -> _Error:
