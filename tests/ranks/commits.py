@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import tiered
+from tests.accelerator.training import case_on
 from tests.models import CASES
 from tests.ranks.processes import case
-from tests.ranks.training import changes_of, digests_of, group_of, over_ranks, recipe_of
+from tests.ranks.training import changes_of, digests_of, group_of, on_device, over_ranks, recipe_of
 from tests.zero.training import SEED, Session, start
 from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
@@ -40,10 +41,12 @@ def opened(path: str, group: Any, **options: Any) -> tiered.Store:
     return tiered.Store(path, dram=(64 << 20) * group.size(), process_group=group, **{"rank_deadline": 30} | options)
 
 
-def begun(store: tiered.Store, group: Any, *, model: str, dtype: str, update: str) -> tuple[Session, int]:
+def begun(
+    store: tiered.Store, group: Any, *, model: str, dtype: str, update: str, device: str = "cpu"
+) -> tuple[Session, int]:
     """Return a session that has resumed, and the step that it is at."""
-    zoo = over_ranks(CASES[model], group.rank(), group.size())
-    session = start(zoo, recipe_of(dtype), store, update, seed=SEED)
+    zoo = over_ranks(CASES[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
+    session = start(zoo, recipe_of(dtype), store, update, seed=SEED, device=device)
     state = store.resume()
     assert state.get("rank", group.rank()) == group.rank(), "each rank has its own state"
     return session, state.get("step", 0)
@@ -64,16 +67,18 @@ def commit_each_step(
     waits: bool = True,
     num_steps: int = NUM_STEPS,
     unfreezes: bool = False,
+    kind: str = "gloo",
 ) -> Any:
     """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one.
 
     ``unfreezes``: a part of the model is frozen before the first step, values are written, the part is trained again.
+    ``kind``: of collectives on the simulated device.
     """
-    group = group_of(world)
+    group, device = group_of(world, kind), "cpu" if kind == "gloo" else "sim"
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    with opened(path, group) as store:
-        session, first = begun(store, group, model=model, dtype=dtype, update=update)
+    with on_device(device), opened(path, group) as store:
+        session, first = begun(store, group, model=model, dtype=dtype, update=update, device=device)
         torch.manual_seed(1000 + group.rank()) if not first else None
         changes = changes_of(session.model, tiered.unsharded) if unfreezes else []
         for step in range(first, num_steps):
@@ -102,14 +107,20 @@ def _kill_at(instant: str) -> None:
 
 
 @case
-def go_back(send: Callable[[Any], None], *, path: str, world: int, kind: str, budget: int = 64 << 20) -> Any:
+def go_back(
+    send: Callable[[Any], None], *, path: str, world: int, kind: str, budget: int = 64 << 20, of_device: str = "gloo"
+) -> Any:
     """Fail on rank 0 alone, in the step after the second commit; roll back together, and train to the end."""
-    group = group_of(world)
+    group, device = group_of(world, of_device), "cpu" if of_device == "gloo" else "sim"
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     found = []
-    with tiered.Store(path, dram=budget * world, process_group=group, rank_deadline=30) as store:
-        session, _ = begun(store, group, model="gpt", dtype="fp32", update="backward" if kind == "backward" else "step")
+    with (
+        on_device(device),
+        tiered.Store(path, dram=budget * world, process_group=group, rank_deadline=30) as store,
+    ):
+        update = "backward" if kind == "backward" else "step"
+        session, _ = begun(store, group, model="gpt", dtype="fp32", update=update, device=device)
         torch.manual_seed(1000 + group.rank())
         failing = kind if group.rank() == 0 else ""
         for attempt in range(3):

@@ -36,11 +36,14 @@ def test_a_run_that_commits_resumes_after_its_end(world: int, ranks: Ranks, tmp_
         assert before["digests"] == after["digests"] and before["random"] == after["random"]
 
 
-@pytest.mark.parametrize("kind", ["forward", "exchange", "backward"])
-def test_ranks_roll_back_together_after_one_has_failed(kind: str, ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks.run("go_back", world=3, kind=kind, path=str(tmp_path / "failed"))
+@pytest.mark.parametrize(
+    ("kind", "of_device"),
+    [("forward", "gloo"), ("exchange", "gloo"), ("backward", "gloo"), ("exchange", "sim_collectives")],
+)
+def test_ranks_roll_back_together_after_one_has_failed(kind: str, of_device: str, ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run("go_back", world=3, kind=kind, path=str(tmp_path / "failed"), of_device=of_device)
     update = "backward" if kind == "backward" else "step"
-    plain = ranks.run("commit_each_step", world=3, update=update, path=str(tmp_path / "plain"))
+    plain = ranks.run("commit_each_step", world=3, update=update, path=str(tmp_path / "plain"), kind=of_device)
     for rank in range(3):
         assert found[rank]["digests"] == plain[rank]["digests"]
         assert len(found[rank]["errors"]) == 2 and found[rank]["lost"] == 0, found
@@ -48,21 +51,22 @@ def test_ranks_roll_back_together_after_one_has_failed(kind: str, ranks: Ranks, 
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype", "update", "waits", "stop"),
+    ("model", "dtype", "update", "waits", "stop", "kind"),
     [
-        ("odd_sizes", "bf16", "step", False, 4),
-        ("tied_head", "bf16", "backward", True, 2),
-        ("unused_parameter", "fp32", "backward", False, 2),
-        ("unfrozen", "bf16", "step", True, 3),
+        ("odd_sizes", "bf16", "step", False, 4, "gloo"),
+        ("tied_head", "bf16", "backward", True, 2, "gloo"),
+        ("unused_parameter", "fp32", "backward", False, 2, "gloo"),
+        ("unfrozen", "bf16", "step", True, 3, "gloo"),
+        ("tied_head", "bf16", "backward", False, 2, "sim_collectives"),
     ],
 )
 def test_a_run_in_two_parts_has_the_bits_of_one(
-    model: str, dtype: str, update: str, waits: bool, stop: int, ranks: Ranks, tmp_path: Path
+    model: str, dtype: str, update: str, waits: bool, stop: int, kind: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     """Shards, masters, moments and counts come back, where values are written and parts laid out anew, too."""
     unfreezes = model == "unfrozen"
     options = {"world": 3, "model": "odd_sizes" if unfreezes else model, "dtype": dtype, "update": update}
-    options |= {"waits": waits, "unfreezes": unfreezes}
+    options |= {"waits": waits, "unfreezes": unfreezes, "kind": kind}
     whole = ranks.run("commit_each_step", **options, path=str(tmp_path / "whole"))
     first = ranks.run("commit_each_step", **options, path=str(tmp_path / "parts"), num_steps=stop)
     rest = ranks.run("commit_each_step", **options, path=str(tmp_path / "parts"))

@@ -35,7 +35,8 @@ from tiered.zero.gradients.exchange import ShardGradient
 from tiered.zero.parameters.gather_slots import DeviceSlots
 
 __all__ = [
-    "ZOO", "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "over_ranks",
+    "ZOO", "change", "clip_by_torch", "compact_by_one_rank", "digests_of", "expected", "group_of", "on_device",
+    "over_ranks",
     "recipe_of",
 ]  # fmt: skip
 
@@ -110,7 +111,7 @@ def train(
     recipe = dataclasses.replace(recipe, adamw=recipe.adamw | {"state": state})
     nbytes = 64 << 20
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_on(device))
+        stack.enter_context(on_device(device))
         if mutant:
             stack.enter_context(mock.patch.object(DeviceSlots, mutant, lambda *arguments: None))
         options["device"] = device
@@ -128,7 +129,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _on(device: str) -> Iterator[None]:
+def on_device(device: str) -> Iterator[None]:
     """Enable ``device``, of a card the rank's own; on the simulated one races fail the case."""
     if device != "sim":
         if device != "cpu":
@@ -239,7 +240,7 @@ def expect_on(send: Callable[[Any], None], *, device: str, **options: Any) -> An
     """Return ``expected`` on ``device``, whose attention is another than the CPU's."""
     if dist.get_rank():
         return None
-    with _on(device):
+    with on_device(device):
         return expected(**options, device=device)
 
 
@@ -314,7 +315,7 @@ def count(
         return None
     recipe = recipe_of("fp32", num_micro_steps=num_micro_steps)
     if kind:
-        with _on("sim"):
+        with on_device("sim"):
             return _count_at_smallest(
                 case_on("sim", "gpt"), recipe, group, update, stage, device="sim", update_on="cpu"
             )
