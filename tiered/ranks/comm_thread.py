@@ -170,7 +170,7 @@ class CommThread:
         self._quarantined: list[object] = []  # owners
         self._moved_bytes = self._quarantined_bytes = 0
         self._wait_ranks_s = self._comm_wait_s = 0.0
-        self._has_pending = False  # a collective that did not end: an ordinary exit would wait for it
+        self.has_pending = False  # a collective that did not end: an ordinary exit would wait for it
         self._has_ended = threading.Event()
         self._thread = BoundedThread(target=self._run, name=f"tiered comm of rank {comm.rank}")
         self._thread.start()
@@ -274,7 +274,7 @@ class CommThread:
             self._num_asked = self._num_done = number
             self.num_beginnings += 1
             self._tasks, self._has_ended = queue.SimpleQueue(), threading.Event()
-            self._has_pending = self._has_departed = False
+            self.has_pending = self._has_departed = False
             self._quarantined.clear()
             self._quarantined_bytes = 0
             self._thread = BoundedThread(target=self._run, name=f"tiered comm of rank {comm.rank}")
@@ -320,10 +320,10 @@ class CommThread:
                 num_done, end = self._num_done, time.monotonic() + 2 * self.deadline_s
             INTERRUPTS.look()
             self._has_ended.wait(_SLICE_S)
-        self._has_pending |= not self._has_ended.is_set()
-        if not self._has_pending and not self.watch.close(self.deadline_s):
-            self._has_pending = True
-        if self._has_pending:
+        self.has_pending |= not self._has_ended.is_set()
+        if not self.has_pending and not self.watch.close(self.deadline_s):
+            self.has_pending = True
+        if self.has_pending:
             _unended.add(self)
         else:
             self._thread.join()
@@ -371,7 +371,7 @@ class CommThread:
         if uncaught is not None and self._failure is None and not self._is_closed:
             self.abandon(words_of(uncaught))
         self.close()
-        if self._has_pending:
+        if self.has_pending:
             self.watch.deliver(_DELIVER_S)
             leave(str(self._failure or "another rank did not answer this one's goodbye"))
 
@@ -446,7 +446,7 @@ class CommThread:
             self._wait(moving, task, stage)
         except BaseException as error:
             # Lifetime: a part may be under way where ``begin`` failed, too; and the end of a gloo group waits for it.
-            self._has_pending = True
+            self.has_pending = True
             _quarantine.append((moving, task.buffers, self.comm))
             if isinstance(error, RuntimeError):  # torch's; those of tiered are none
                 raise self._cause_of(error, task) from error

@@ -148,6 +148,10 @@ class Group:
         self.data = self._new(f"again {self._num_renewed}/data", timeout)
         return largest
 
+    def end(self) -> None:
+        """Let go of the groups, none of which has anything under way: their threads end now, whoever refers to this."""
+        self.data = self.control = self.commit = self.watch = None
+
     def disconnect(self, group: Any) -> None:
         """End what is under way on ``group``, one of gloo's, with an error here and on the other ranks."""
         for peer in range(self.world):

@@ -191,6 +191,8 @@ class Ranks:
             for buffer in owner if isinstance(owner, tuple) else (owner,):
                 if isinstance(buffer, Buffer):
                     arena.quarantine(buffer)
+        if not self.comm_thread.has_pending:
+            self._group.end()
 
     def __repr__(self) -> str:
         return f"Ranks({self.rank} of {self.world}, {self.comm_thread!r})"
