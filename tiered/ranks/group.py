@@ -149,7 +149,7 @@ class Group:
         return largest
 
     def end(self) -> None:
-        """Let go of the groups, none of which has anything under way: their threads end now, whoever refers to this."""
+        """Let go of the groups, which have nothing under way: their threads end now, whoever refers to this."""
         self.data = self.control = self.commit = self.watch = None
 
     def disconnect(self, group: Any) -> None:

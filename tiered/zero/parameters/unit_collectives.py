@@ -128,7 +128,7 @@ class Exchange:
         self._slots.give(self._buffers[0])
 
     def drop(self) -> None:
-        """Forget it, and what was sent; blocks until it is over. What other ranks may write into is lost."""
+        """Forget it, and what was sent; blocks until it is over. Bytes that other ranks may write into are lost."""
         try:
             for ticket in self._tickets:
                 ticket.wait()
