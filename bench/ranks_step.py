@@ -5,9 +5,10 @@ Usage: python bench/ranks_step.py [--worlds 1,2,4 --limit 60MiB --width 768 --la
        python bench/ranks_step.py --drive [--worlds 1,2,4 --nbytes 1GiB --turns 3]
 
 Ranks are forked processes with gloo between them, each with a throttled device of its own, DRAM at the smallest budget
-and a tenth. The bound is the drive: N ranks at best take 1 / N of the time of one. Read and written are a rank's bytes
-of a step, beside N = 1's divided by N; collectives and moved bytes are those of a step and rank; waits are the seconds
-of a step that a rank waited for others. Memory is VmRSS beyond that before the store, less the budget.
+and a tenth, or ``--more`` of it. The bound is the drive: N ranks at best take 1 / N of the time of one. Read and
+written are a rank's bytes of a step, beside N = 1's divided by N; collectives and moved bytes are those of a step and
+rank; waits are the seconds of a step that a rank waited for others. Memory is VmRSS beyond that before the store, less
+the budget.
 
 With ``--drive`` all ranks put and get tensors of 16 MiB at the same time on one real drive, ``nbytes`` all together:
 what N stores move in a second beside one. Worlds take turns. One JSON line comes last.
@@ -58,7 +59,16 @@ def resident_nbytes() -> int:
 
 @case
 def steps(
-    send: Callable[[Any], None], *, world: int, limit: int, width: int, layers: int, update: str, num: int, folder: str
+    send: Callable[[Any], None],
+    *,
+    world: int,
+    limit: int,
+    width: int,
+    layers: int,
+    update: str,
+    num: int,
+    folder: str,
+    more: int,
 ) -> Any:
     """Train; return the seconds and counts of a step, medians."""
     group = group_of(world) if world > 1 else False
@@ -108,7 +118,7 @@ def steps(
         train(smallest, is_trial=True)
     except CapacityError as error:
         smallest = budget_named_in(error)
-    budget = (smallest + smallest // 10) // MiB * MiB + MiB
+    budget = (smallest + (more or smallest // 10)) // MiB * MiB + MiB
     return train(budget, is_trial=False) | {"budget": budget}
 
 
@@ -163,6 +173,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--update", default="backward", choices=("step", "backward"))
+    parser.add_argument("--more", type=parse_bytes, default=0, help="DRAM beyond the smallest budget (a tenth of it)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--store", default=tempfile.gettempdir(), help="the folder of the drives' files")
     parser.add_argument("--drive", action="store_true", help="puts and gets on one real drive")
@@ -180,7 +191,7 @@ def main() -> None:
         with Ranks(world, limit_s=500.0) as ranks:
             seen = ranks.run(
                 "steps", world=world, limit=args.limit, width=args.width, layers=args.layers, update=args.update,
-                num=args.steps, folder=args.store,
+                num=args.steps, folder=args.store, more=args.more,
             )  # fmt: skip
         slowest = max(seen, key=lambda each: each["s"])
         result["worlds"][world] = seen
