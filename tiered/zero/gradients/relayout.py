@@ -99,7 +99,8 @@ class UnitLayouts:
         gradients.gathered_bytes = self.shares.gathered
         if isinstance(comm := self._units[0].comm, UnitCollectives):
             kept = self.shares.gathered + max(unit.gradient_nbytes for unit in self._units)
-            kept += max(unit.nbytes for unit in self._units) if self.gather_slots()[0] > 1 else 0  # one ahead
+            is_ahead = isinstance(self._units[0].tier, AcceleratorTier) and self.gather_slots()[0] > 1
+            kept += max(unit.nbytes for unit in self._units) if is_ahead else 0
             comm.dram_slots.kept_nbytes = kept
         gradients.keep_whole = self.shares.stage == 1 and self._units[0].world > 1
         gradients.ahead_bytes = _NUM_AHEAD * max(unit.nbytes for unit in self._units)

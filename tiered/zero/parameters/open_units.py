@@ -180,7 +180,12 @@ class GatherAhead(Ahead):
 
 
 def ahead_on(tier: ComputeTier, plan: GatherPlan[Unit], updates: Callable[[], PendingUpdates]) -> Ahead:
-    """Return what works ahead on ``tier``, for the units that ``plan`` expects."""
+    """Return what works ahead on ``tier``, for the units that ``plan`` expects.
+
+    Nothing in DRAM: what a second whole unit takes there costs more reads than the wait that it saves (bench/LOG.md).
+    """
+    if not isinstance(tier, AcceleratorTier):
+        return Ahead()
     if isinstance(comm := plan.root.comm, UnitCollectives):
         return GatherAhead(plan, comm, updates)
-    return CopyAhead(tier, plan, updates) if isinstance(tier, AcceleratorTier) else Ahead()
+    return CopyAhead(tier, plan, updates)
