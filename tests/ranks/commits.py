@@ -88,7 +88,7 @@ def commit_each_step(
             if step == kill_step and group.rank() == killed:
                 _kill_at(instant)
             store.commit({"step": step + 1, "rank": group.rank(), "draw": random.random()}, wait=waits)
-            send({"committed": step + 1})
+            send({"committed": step + 1, "pid": os.getpid()})
         trained = session.collect()
         trained.losses, trained.norms = [], []
         random_state = torch.randint(1 << 30, ()).item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,9 +100,14 @@ def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(
     with StartedRanks(world, warm_python.executable, limit_s=240.0) as killed:
         killed.start("commit_each_step", **options, killed=-1 if instant == "all" else world - 1, instant=instant)
         if instant == "all":
-            assert [killed.line(rank)["committed"] for rank in range(world) for _ in range(2)] == [1, 2] * world
-            for pid in killed.pids:
-                os.kill(pid, signal.SIGKILL)
+            lines = [killed.line(rank) for rank in range(world) for _ in range(2)]
+            assert [line["committed"] for line in lines] == [1, 2] * world
+            ends = [os.pidfd_open(pid) for pid in sorted({line["pid"] for line in lines})]
+            for end in ends:
+                signal.pidfd_send_signal(end, signal.SIGKILL)
+            for end in ends:  # the locks of a killed process go with it
+                assert select.select([end], [], [], 60.0)[0]
+                os.close(end)
         else:
             assert killed.wait_for(world - 1) == -signal.SIGKILL
             for rank in range(world - 1):
