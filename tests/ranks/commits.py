@@ -160,6 +160,10 @@ def _fail_in(where: str, session: Session, step: int) -> None:
         failing = mock.patch.object(session.store.ranks.comm_thread, "exchange", fail)
         failing.start()
         handle: Any = SimpleNamespace(remove=failing.stop)
+    elif where == "take":  # there is no memory for the unit whose shard was leased
+        failing = mock.patch.object(session.model.get_parameter("ln.weight").segment.unit.comm.slots, "take", fail)
+        failing.start()
+        handle = SimpleNamespace(remove=failing.stop)
     elif where == "forward":
         handle = session.model.get_submodule("blocks.1").register_forward_pre_hook(fail)
     else:

@@ -39,7 +39,14 @@ def test_a_run_that_commits_resumes_after_its_end(world: int, ranks: Ranks, tmp_
 
 @pytest.mark.parametrize(
     ("kind", "of_device"),
-    [("forward", "gloo"), ("exchange", "gloo"), ("backward", "gloo"), ("exchange", "sim_collectives")],
+    [
+        ("forward", "gloo"),
+        ("exchange", "gloo"),
+        ("backward", "gloo"),
+        ("take", "gloo"),
+        ("exchange", "sim_collectives"),
+        ("take", "sim_collectives"),
+    ],
 )
 def test_ranks_roll_back_together_after_one_has_failed(kind: str, of_device: str, ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run("go_back", world=3, kind=kind, path=str(tmp_path / "failed"), of_device=of_device)

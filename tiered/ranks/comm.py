@@ -223,6 +223,10 @@ class _Arrival:
             time.sleep(_POLL_S)
         return True
 
+    def wait_for_any_end(self, timeout_s: float) -> bool:
+        """Wait for at most ``timeout_s`` seconds; return whether it is over: no connection of ours ends it early."""
+        return self.wait(timeout_s)
+
 
 class DeviceComm(GlooComm):
     """Collectives between accelerators, by NCCL or what else torch has for them; ``tell`` goes by gloo.

@@ -41,9 +41,8 @@ _NUM_WORDS = 64  # that a message of a departure can choose from
 _NUM_SHOWN = 3
 _M = TypeVar("_M", bound=Moving)
 _log = logging.getLogger("tiered")
-_quarantine: list[
-    tuple[Any, tuple[torch.Tensor, ...], Comm]
-] = []  # lifetime: gloo may write into these to the end of the process
+# Lifetime: gloo may write into these to the end of the process.
+_quarantine: list[tuple[Any, tuple[torch.Tensor, ...], Comm]] = []
 _unended: set[object] = set()  # lifetime: the interpreter's end must find those that an ordinary exit would wait for
 
 

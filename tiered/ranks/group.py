@@ -143,9 +143,8 @@ class Group:
         self._num_renewed += 1
         for old in (self.control, self.data):
             self.disconnect(old)
-        timeout = timedelta(seconds=FIRST_STEP_FACTOR * self.deadline_s + _LATER_S)
-        self.control = self._new(f"again {self._num_renewed}/control", timeout)
-        self.data = self._new(f"again {self._num_renewed}/data", timeout)
+        self.control = self._new(f"again {self._num_renewed}/control", self._timeout)
+        self.data = self._new(f"again {self._num_renewed}/data", self._timeout)
         return largest
 
     def end(self) -> None:

@@ -171,6 +171,8 @@ class UnitCollectives:
 
     def end(self) -> None:
         """The step is forgotten: give all that is free back to the budget, and lost buffers that are free again."""
+        for key in list(self._ahead):
+            self.drop([key])
         over = [end for beginning, end in self._lost if beginning < self.ranks.num_beginnings]
         self._lost[:] = [each for each in self._lost if each[0] == self.ranks.num_beginnings]
         for end in over:
@@ -196,12 +198,11 @@ class UnitCollectives:
         With ``mode`` "w" the bytes are undefined, and no other rank takes part. Raises the errors of
         ``Residency.lease``, which the other ranks hear of, and those of ``Ticket.wait``.
         """
-        gathering = self._ahead.pop(keys[0], None)
-        if gathering is not None and mode != "r":
-            self._drop(gathering)
-            gathering = None
-        if gathering is not None:
+        if mode != "r":
+            self.drop(keys)
+        if keys[0] in self._ahead:
             self.tell("the backward of a unit") if self.payload is not None else None
+            gathering = self._ahead.pop(keys[0])  # order: an error of the agreement leaves it to ``end``
             self._end(gathering)
         else:
             gathering = self._begin(tier, keys, mode)
@@ -209,8 +210,14 @@ class UnitCollectives:
         slots, whole, shards = self.slots, gathering.whole, gathering.shards
         if self._device_slots is not None and self.is_staged:
             with self.ranks.together(f"gather of {keys[0]}"):
-                there = self._device_slots.bring([tensor for _, tensor in whole], keys[0])
-            self._give(slots, whole)
+                try:
+                    there = self._device_slots.bring([tensor for _, tensor in whole], keys[0])
+                except BaseException:
+                    for lease in shards:
+                        lease.release()
+                    raise
+                finally:
+                    self._give(slots, whole)
             slots, whole = self._device_slots, there
         return GatheredByAll(slots, shards, whole, [self.piece(tensor) for _, tensor in whole])
 
@@ -230,7 +237,7 @@ class UnitCollectives:
 
         def read(key: str, buffer: Any, piece: torch.Tensor) -> object:
             wait_for_update()
-            self.slots.fill(buffer, piece, tier.lease(key, "r"), keeps=False)
+            self._fill(buffer, piece, tier.lease(key, "r"), keeps=False)
             return self.slots.mark(buffer)
 
         with self.using(*self._ends(whole, [])):
@@ -251,12 +258,9 @@ class UnitCollectives:
         """Give back what was gathered ahead, if anything was; blocks for the other ranks."""
         gathering = self._ahead.pop(keys[0], None)
         if gathering is not None:
-            self._drop(gathering)
-
-    def _drop(self, gathering: _Gathering) -> None:
-        with suppress(DeviceError, StepAbandonedError, UsageError):  # the next collective raises it again
-            self._end(gathering)
-            self._give(self.slots, gathering.whole)
+            with suppress(DeviceError, StepAbandonedError, UsageError):  # the next collective raises it again
+                self._end(gathering)
+                self._give(self.slots, gathering.whole)
 
     def _begin(self, tier: ComputeTier, keys: Sequence[str], mode: str) -> _Gathering:
         """Read the shards, and ask for the spans."""
@@ -267,9 +271,13 @@ class UnitCollectives:
             try:
                 for key in keys:
                     lease = tier.lease(key, mode)
+                    try:
+                        whole.append(self.slots.take(self.world * lease.tensor.numel()))
+                    except BaseException:
+                        lease.release()
+                        raise
+                    self._fill(whole[-1][0], self.piece(whole[-1][1]), lease, keeps=mode != "r")
                     shards += [lease] if mode != "r" else []
-                    whole.append(self.slots.take(self.world * lease.tensor.numel()))
-                    self.slots.fill(whole[-1][0], self.piece(whole[-1][1]), lease, keeps=mode != "r")
             except BaseException:
                 self._give(self.slots, whole)
                 for lease in shards:
@@ -282,6 +290,14 @@ class UnitCollectives:
                 tickets.append(self.ranks.comm_thread.gather(self._words_of(key), tensor, **how))
                 payload = None
         return _Gathering(whole, shards, tickets)
+
+    def _fill(self, buffer: Any, piece: torch.Tensor, lease: Lease, *, keeps: bool) -> None:
+        """Copy the leased bytes to ``piece``; the lease ends with it, but with ``keeps``, and where that fails."""
+        try:
+            self.slots.fill(buffer, piece, lease, keeps=keeps)
+        except BaseException:
+            lease.release()
+            raise
 
     def _ends(self, whole: Sequence[tuple[Any, torch.Tensor]], shards: Sequence[Lease]) -> list[Callable[[], object]]:
         """Return the calls that give back what a gather uses."""
@@ -356,21 +372,22 @@ class UnitCollectives:
         The gradients, laid out as ``layout`` says, are given back once they have arrived. ``payload`` goes to all.
         """
         sent: Sequence[Any] = gradients.buffers
+        there = gradients.tensor
         give_sent: Callable[[], object] = gradients.discard
         with self.ranks.together(f"exchange of {name}"):
-            if self.is_staged:
-                buffer, there = self.dram_slots.take(layout.gradient_nbytes)
-                gradients.copy_to(there)
-                gradients.discard()
-                sent, give_sent = (buffer,), functools.partial(self.dram_slots.give, buffer)
-            else:
-                there = gradients.tensor
-            spans = [there[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]
             try:
+                if self.is_staged:
+                    buffer, there = self.dram_slots.take(layout.gradient_nbytes)
+                    try:
+                        gradients.copy_to(there)
+                    finally:
+                        gradients.discard()
+                        sent, give_sent = (buffer,), functools.partial(self.dram_slots.give, buffer)
                 place, received = self.slots.take(layout.gradient_nbytes)
             except BaseException:
                 give_sent()
                 raise
+            spans = [there[s.grad_offset : s.grad_offset + s.nbytes] for s in layout.spans if s.trainable]
         buffers, tickets, start = (place, *sent), list[Ticket](), 0
         with self.using(give_sent, functools.partial(self.slots.give, place)):
             after = self.slots.mark(*buffers)
