@@ -259,8 +259,11 @@ class CommThread:
         earlier collective has left. Raises what ``renew`` does, and RankLostError: the failure then stays.
         """
         self._tasks.put(None)
+        end = time.monotonic() + 2 * self.deadline_s  # a call of torch's may hold the thread up
         while not self._has_ended.wait(_SLICE_S):
             INTERRUPTS.look()
+            if time.monotonic() > end:
+                raise RankLostError(f"a collective of rank {self.comm.rank} does not end, {self._since()}", rank=-1)
         comm, largest = renew(self._num_asked)
         number = largest + 1  # order: what an abandonment before this tells has a smaller one
         for each in [each for each in _quarantine if each[2] is self.comm]:
