@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import xxhash
@@ -21,7 +22,7 @@ from torch import Tensor
 import tiered
 from tests.accelerator import simulated
 from tests.accelerator.registrar import SimulatedRegistrar
-from tests.accelerator.training import case_on
+from tests.accelerator.training import case_on, device_memory_named_in
 from tests.models import CASES, GPT, Case, Vectors, batch_of_tokens, batch_of_vectors
 from tests.ranks import device_group
 from tests.ranks.processes import case
@@ -120,6 +121,10 @@ def train(
                 _train(model, group, recipe, update, 8 << 20, options)
             except CapacityError as error:
                 nbytes = budget_named_in(error)
+            if device == "sim":
+                with pytest.raises(CapacityError) as refusal:
+                    _train(model, group, recipe, update, nbytes, options | {"device_memory": 1})
+                options["device_memory"] = device_memory_named_in(refusal.value)
         if clips_by_torch:
             stack.enter_context(mock.patch.object(tiered, "clip_grad_norm_", clip_by_torch))
         trained, pieces = _train(model, group, recipe, update, nbytes, options)

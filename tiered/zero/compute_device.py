@@ -117,11 +117,15 @@ def check_memory(tier: ComputeTier, units: list[UnitLayout], budget: int | None,
     """Raise CapacityError, with the smallest one that works, for too small a ``budget`` of the device's memory."""
     smallest = 0 if tier.computes_in_dram else smallest_device_budget(units, updates=updates, stage=stage)
     if budget is not None and budget < smallest:
+        parts, remedy = "root unit + 2 largest units, their gradients", ""
+        if stage < 3 and units[0].world > 1:
+            parts = f"all units, which stage={stage} keeps gathered, gradients of {'all' if stage == 1 else 2} of them"
+            remedy = ", or stage=3"
         raise CapacityError(
             f"compute-device budget {budget} bytes ({format_bytes(budget)}) is too small for this model; the smallest"
-            f" that works is {smallest} bytes ({format_bytes(smallest)}): root unit + 2 largest units, their gradients"
+            f" that works is {smallest} bytes ({format_bytes(smallest)}): {parts}"
             f"{' + what an update on the device takes' if updates else ''}. Give device_memory= at least that, or"
-            f" smaller units{', or update_on=' + repr('cpu') if updates else ''}"
+            f" smaller units{', or update_on=' + repr('cpu') if updates else ''}{remedy}"
         )
 
 

@@ -276,7 +276,8 @@ class UnitCollectives:
                     except BaseException:
                         lease.release()
                         raise
-                    self._fill(whole[-1][0], self.piece(whole[-1][1]), lease, keeps=mode != "r")
+                    if mode != "w":
+                        self._fill(whole[-1][0], self.piece(whole[-1][1]), lease, keeps=mode != "r")
                     shards += [lease] if mode != "r" else []
             except BaseException:
                 self._give(self.slots, whole)
