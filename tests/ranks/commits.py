@@ -81,6 +81,8 @@ def commit_each_step(
         session, first = begun(store, group, model=model, dtype=dtype, update=update, device=device)
         torch.manual_seed(1000 + group.rank()) if not first else None
         changes = changes_of(session.model, tiered.unsharded) if unfreezes else []
+        if changes and first in (1, 2):  # freezing is the script's, as always
+            changes[0]()
         for step in range(first, num_steps):
             for change in changes[step : step + 1]:
                 change()
@@ -172,8 +174,9 @@ def _fail_in(where: str, session: Session, step: int) -> None:
         session.run_step(step)
     finally:
         handle.remove()
-        assert session.store.ranks is not None
-        session.store.ranks.abandon(FailedHereError(where), "the loop")
+        if where != "backward":  # there the rollback itself tells the others
+            assert session.store.ranks is not None
+            session.store.ranks.abandon(FailedHereError(where), "the loop")
 
 
 @case

@@ -29,10 +29,11 @@ from tiered.ranks.group import FIRST_STEP_FACTOR
 from tiered.ranks.watch import Watch, copy_of, leave, words_of
 from tiered.units import format_bytes
 
-__all__ = ["CommStatistics", "CommThread", "Ticket"]
+__all__ = ["ROLLBACK", "CommStatistics", "CommThread", "Ticket"]
 
 _SLICE_S = 0.1
 _GRACE_S = 1.0  # in which the watch finds the death behind a failed collective, and the comm thread a known cause
+ROLLBACK = "store.rollback()"  # the word of the agreement that ends a step which some rank has abandoned
 _PLACE_S, _LINE_S = 5.0, 30.0  # of waiting, after which a rank tells its place, and logs who is missing
 _DELIVER_S = 0.2  # at most, a rank, for the message that this one leaves because of another
 _DIGEST_NBYTES = 24
@@ -507,14 +508,24 @@ class CommThread:
         )
 
     def _depart(self, task: _Task) -> None:
-        """Raise UsageError with the descriptions of all ranks: all see the same digests, so all come here."""
+        """Raise UsageError with the descriptions of all ranks: all see the same digests, so all come here.
+
+        Where some roll back while others train, it is StepAbandonedError: the step of all is over.
+        """
         self._has_departed = True
         size = len(task.payload or b"")
         text = task.text + (f" with {size} bytes told" if size else "")
         mine = text.encode(errors="replace")[:_DESCRIPTION_NBYTES].ljust(_DESCRIPTION_NBYTES, b"\0")
         told = self._told(mine, task, "message of a departure")
         self.watch.note_end_of(task.number)  # order: before a goodbye, which ranks that lack a message may hear first
-        parts = [f"rank {rank} {each.rstrip(bytes(1)).decode(errors='ignore')}" for rank, each in enumerate(told)]
+        texts = [each.rstrip(bytes(1)).decode(errors="ignore") for each in told]
+        returning = [rank for rank, each in enumerate(texts) if each.startswith(f"agreement on {ROLLBACK}")]
+        if returning:
+            raise StepAbandonedError(
+                f"rank {returning[0]} has abandoned the step: it called {ROLLBACK}; this rank, {self.comm.rank}, is at"
+                f" {task}"
+            )
+        parts = [f"rank {rank} {each}" for rank, each in enumerate(texts)]
         before = ", ".join(list(self._words)[-_NUM_SHOWN:])
         raise UsageError(
             f"the ranks do different things at collective {task.number}: {'; '.join(parts)}; before it all ranks did:"

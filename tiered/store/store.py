@@ -18,6 +18,7 @@ from tiered.bytes.condition import Condition
 from tiered.bytes.exit_and_fork import at_exit
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError, UsageError
+from tiered.ranks.comm_thread import ROLLBACK
 from tiered.ranks.ranks import Ranks, phase
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
@@ -276,7 +277,7 @@ class Store(TensorMapping):
         and nothing was ever committed, LeaseError while a key is leased for writing. All ranks call it together; steps
         that were abandoned on any of them are over then.
         """
-        with self._together("store.rollback()"):
+        with self._together(ROLLBACK):
             self._generations.roll_back()
 
     def register(self, name: str, item: Stateful) -> None:

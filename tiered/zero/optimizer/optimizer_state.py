@@ -246,8 +246,8 @@ class OptimizerState:
         """Gather the state of ``unit``, laid out as its parameters are: by span, an array of each field, all ranks'."""
         whole: dict[int, list[torch.Tensor]] = {}
         for number, span in enumerate(old.spans):
-            if not span.trainable:
-                continue
+            if not any(places[segment.name].span == number for segment in self.steps if segment.unit is unit):
+                continue  # never trained; a parameter that was frozen since has its state
             fields = self._layouts.of(span.dtype).fields
             numel = span.shard_nbytes // span.dtype.itemsize
             shards = [torch.zeros(f.length(numel), dtype=f.dtype, device="cpu") for f in fields]
