@@ -18,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import tiered
 from tests.accelerator import simulated
@@ -550,9 +551,10 @@ def change(step: int, model: torch.nn.Module, optimizer: MasterAdamW) -> None:
 @case
 def page(send: Callable[[Any], None], *, text: str) -> Any:
     """Run the loop of docs/ranks.md, in whose processes the group is there already; return a digest of the model."""
-    loader = [(torch.randn(4, 8), torch.randn(4, 8))] * 3
     names: dict[str, Any] = {
-        "tiered": tiered, "torch": torch, "loader": loader, "mse_loss": torch.nn.functional.mse_loss, "kept": [],
+        "tiered": tiered, "torch": torch, "data": TensorDataset(torch.randn(32, 8), torch.randn(32, 8)),
+        "DataLoader": DataLoader, "DistributedSampler": DistributedSampler, "kept": [],
+        "mse_loss": torch.nn.functional.mse_loss,
         "Net": lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="tiered-") as directory, contextlib.chdir(directory):

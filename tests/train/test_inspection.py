@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,15 @@ def test_parameters_that_stay_in_the_users_files_say_in_which(
     inspected(run)
     shown = " ".join(capsys.readouterr().out.split())
     assert "parameters, in place" in shown and "in base.safetensors" in shown and "optimizer state" in shown
+
+
+def test_parameters_that_were_added_after_shard_have_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tiered.Store(tmp_path, dram="32MiB") as store:
+        model = tiered.shard(Adapted(), store)
+        model.adapter = nn.Linear(300, 5)
+        store.commit({})
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert re.search(r"added after tiered.shard +2 parameters +5\.9 KiB +in the commit", capsys.readouterr().out)
 
 
 def test_it_reads_no_tensor_and_runs_beside_a_writer(tmp_path: Path) -> None:

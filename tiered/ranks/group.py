@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -75,7 +76,8 @@ class Group:
         self.rank, self.world = caller.rank(), caller.size()
         self.deadline_s = deadline_s
         self._store = _store_of(caller)
-        self._name = f"tiered/{caller.group_name}/{next(_num_made[caller.group_name])}"
+        life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store of the life before
+        self._name = f"tiered/{caller.group_name}/{life}/{next(_num_made[caller.group_name])}"
         self._num_renewed = 0
         self._meet(self._name, 0, lambda: None)
         self.control = self._new("control", self._timeout)

@@ -46,6 +46,7 @@ __all__ = [
 _VERSION = 2  # of the report for programs: another one where the meaning of anything in it is another
 _LONGEST_NAME = 120  # characters of a key that a line has
 
+_IN_COMMIT = "in the commit itself"  # the key of parameters that were added after tiered.shard
 _GROUPS = {  # of the keys of a sharded model, by their first words
     "model/parameters/": "parameters",
     "model/state/": "optimizer state",
@@ -185,7 +186,7 @@ class ExistingRun:
         for name, tensor in model.get("added", {}).items():
             yield CommittedParameter(
                 text_in(name), tuple(tensor.shape), _shown_dtype(tensor.dtype), tensor.requires_grad, steps.get(name),
-                "in the commit itself", 0, tensor.nbytes,
+                _IN_COMMIT, 0, tensor.nbytes,
             )  # fmt: skip
 
 
@@ -258,6 +259,10 @@ def _key_lines(run: ExistingRun) -> Iterator[str]:
          _listed_files(run, *rows) or (_optimizer(run) if word == "optimizer state" else "")]
         for word, rows in groups.items()
     ]  # fmt: skip
+    beside = [each for each in described if each.key == _IN_COMMIT]
+    if beside:
+        nbytes = format_bytes(sum(each.bytes for each in beside))
+        table.append(["added after tiered.shard", f"{len(beside)} parameters", nbytes, "", _IN_COMMIT])
     for line in columns(table, right=(1, 2)):
         yield from fold(line, indent=2)
     if groups:

@@ -179,7 +179,10 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
             engines[engine] = None
         stores = {id(each): each for each in [*([] if store is None else [store]), *(e.store for e in engines)]}
         if not stores:
-            raise UsageError(f"{self.title} on plain parameters; expected store= to keep the optimizer state in")
+            raise UsageError(
+                f"{self.title} on parameters that tiered.shard has not moved; expected store=, the store in which they"
+                " and their optimizer state are kept"
+            )
         if len(stores) > 1:
             raise UsageError(f"{self.title} over several stores; expected one: make one optimizer per store")
         (found,) = stores.values()
