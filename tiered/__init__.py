@@ -83,6 +83,8 @@ def __getattr__(name: str) -> Any:
         found: Any = importlib.import_module("tiered.hf")
     else:
         found = getattr(importlib.import_module(homes.get(name, "tiered.zero")), name)
+    if name == "Store":
+        found.carried_over = staticmethod(importlib.import_module("tiered.zero.reshard").carry_over)
     globals()[name] = found
     return found
 

@@ -23,11 +23,12 @@ from tiered.ranks.ranks import Ranks, phase
 from tiered.stats import StoreStatistics
 from tiered.store.assembly import assemble, warn_of_nested_close
 from tiered.store.cache import Cache
-from tiered.store.catalog.catalog import Alone, Confirmation
+from tiered.store.catalog.catalog import Alone
 from tiered.store.format.row import Spec
 from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.confirmation import RanksConfirmation
+from tiered.store.lifetime.rank_sets import Place, RankSet, find_place, searched_for
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
@@ -43,6 +44,7 @@ __all__ = ["Store"]
 
 _DEADLINE_S = 60.0
 _RANK_DEADLINE_S = 600.0
+_CARRY = "tiered.Store with another number of ranks"
 
 
 class Store(TensorMapping):
@@ -62,6 +64,8 @@ class Store(TensorMapping):
     device_memory: int | None  # the compute device's budget in bytes
     ranks: Ranks | None = None  # of the process group, this process among them; None for one
     process_group: object = None  # False: this process alone, whatever ranks there are
+    carried_over: Callable[..., str] | None = None  # ``zero.reshard.carry_over``, set by the package: it knows models
+    _origin: RankSet | None = None  # the run of another number of ranks that this store is to go on with
     rank_deadline: float = _RANK_DEADLINE_S  # seconds that a wait for another rank may last
 
     def __init__(
@@ -107,6 +111,8 @@ class Store(TensorMapping):
             with phase(self.ranks, "tiered.Store"):
                 options = {"durable": durable, "engine": engine, "mode": mode, "external": external}
                 self._open(directories, _arena or self._new_arena(dram), options)
+            if self._origin is not None:
+                self._carry_over(self._origin, external, engine)
             INTERRUPTS.look()  # order: here the store can be closed, which the caller has not yet
         except BaseException:
             if hasattr(self, "_generations"):
@@ -117,10 +123,28 @@ class Store(TensorMapping):
             raise
 
     def _open(self, directories: Sequence[str | os.PathLike[str]], arena: Arena, options: dict[str, Any]) -> None:
-        paths, confirmation = _of_this_rank(directories, self.ranks), _confirmation_of(self.ranks)
-        parts = open_parts(paths, arena, confirmation=confirmation, **options)
+        place = Place(_of_this_rank(directories, self.ranks), Alone())
+        try:
+            if options["durable"] and options["engine"] != "memory" and directories:
+                world = 1 if self.ranks is None else self.ranks.world
+                place = find_place(place.paths, [*searched_for(directories, world)], self.ranks, options["mode"])
+            elif self.ranks is not None:
+                place = place._replace(confirmation=RanksConfirmation(self.ranks))
+        except BaseException:
+            arena.close()
+            raise
+        parts = open_parts(place.paths, arena, confirmation=place.confirmation, **options)
         self._assemble(parts, options["mode"], _DEADLINE_S)
         parts.ranks = self.ranks  # order: where it fails, the other ranks are still to be told
+        self._origin = place.origin
+
+    def _carry_over(self, origin: RankSet, external: Sequence[str | os.PathLike[str]], engine: str) -> None:
+        """Make the run of another number of ranks the first generation of these; blocks for all ranks."""
+        if Store.carried_over is None:
+            raise UsageError("a run of another number of ranks, and nothing that knows models; expected tiered.Store")
+        with phase(self.ranks, _CARRY):
+            text = Store.carried_over(self, origin, external=external, engine=engine)
+        self._generations.take_over(text)
 
     def _new_arena(self, dram: int | str | None) -> Arena:
         ranks = self.ranks
@@ -466,10 +490,6 @@ class Store(TensorMapping):
                 self._generations.finish_at_exit()
             finally:
                 self._refusals.service = Service.LATE
-
-
-def _confirmation_of(ranks: Ranks | None) -> Confirmation:
-    return Alone() if ranks is None else RanksConfirmation(ranks)
 
 
 def _of_this_rank(

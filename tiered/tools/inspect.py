@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 import tiered
-from tiered.bytes.private_file import fsync_directory
 from tiered.errors import CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
@@ -24,7 +23,14 @@ from tiered.store.format.root import Root
 from tiered.store.format.row import Row
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, member_in, owned_files, stores_of_ranks
+from tiered.store.lifetime.directory import (
+    CATALOG_NAME,
+    Directories,
+    member_in,
+    owned_files,
+    remove_files,
+    stores_of_ranks,
+)
 from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
@@ -85,12 +91,7 @@ def remove_store(directories: Sequence[Path]) -> None:
     are still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
     """
     with closing(Directories.open(directories, "a")) as locked:
-        for prefix in ("data-", LEDGER_NAME, CATALOG_NAME, "identity"):
-            for path in reversed(locked.paths):
-                for entry in owned_files(path):
-                    if entry.name.startswith(prefix):
-                        entry.unlink()
-                fsync_directory(path)
+        remove_files(locked.paths)
         for path in locked.paths:  # order: until here nobody else begins a store there
             (path / LOCK_NAME).unlink()
 

@@ -66,11 +66,19 @@ class GenerationName(NamedTuple):
 
 
 class Member(NamedTuple):
-    """One rank's store among those of a ``run`` (16 bytes) of ``world`` ranks, which commit together."""
+    """One rank's store among those of a ``run`` (16 bytes) of ``world`` ranks, which commit together.
+
+    ``origin`` is the run, or the store of one rank, that the first commit was carried over from; b"" for none.
+    """
 
     run: bytes
     rank: int
     world: int
+    origin: bytes = b""
+
+    def is_same_rank(self, other: Member | None) -> bool:
+        """Return whether ``other`` is the same rank of as many, of whichever run."""
+        return other is not None and (self.rank, self.world) == (other.rank, other.world)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world}"
@@ -142,18 +150,24 @@ class Confirmation(Protocol):
 
 
 class Alone:
-    """The confirmation of a store that nobody shares: it is given at once."""
+    """The confirmation of a store that nobody shares: it is given at once.
+
+    ``member``: of the only rank, in a directory of ranks. ``chosen``: the generation to open in place of the newest.
+    """
 
     keeps_before = False
-    member: Member | None = None
+
+    def __init__(self, member: Member | None = None, chosen: GenerationName | None = None) -> None:
+        self.member = member
+        self._chosen = chosen
 
     def join(self, run: bytes, newest: int) -> bytes:
-        """Return b"": a store that nobody shares is of no run."""
-        return b""
+        """Return the run of the only rank, a new one where it is b""; b"" for a store that is of no run."""
+        return b"" if self.member is None else run or os.urandom(16)
 
     def choose(self, kept: Sequence[GenerationName]) -> GenerationName:
-        """Return the newest."""
-        return kept[0]
+        """Return the newest, or the chosen one."""
+        return self._chosen or kept[0]
 
     def propose(self, number: int, steps: Mapping[str, int], refusal: str) -> int:
         """Return a random nonce: what refuses says so itself."""

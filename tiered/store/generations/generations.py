@@ -113,6 +113,16 @@ class Generations:
             with committer.attempt(self.registry.steps()) as attempt:
                 return committer.start(self.root.state, attempt)
 
+    def take_over(self, text: str) -> None:
+        """Commit the keys as they are with ``text``, the state of another set of ranks; wait until it is durable."""
+        with self._turn, self._working_set.mark:
+            committer = self._ready("commit")
+            with committer.attempt(self.registry.steps()) as attempt:
+                committer.start(text, attempt)
+        self.wait()
+        self._user_text = encode_user_state(committed_state(text)[0])
+        self.registry.carry(text)
+
     def wait(self) -> None:
         """Wait for the running commit, sealed or about to be, and raise if it failed."""
         with self._working_set.mark:

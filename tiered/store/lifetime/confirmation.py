@@ -40,8 +40,8 @@ class RanksConfirmation:
 
     keeps_before = True
 
-    def __init__(self, ranks: Ranks) -> None:
-        self.member: Member | None = Member(b"", ranks.rank, ranks.world)
+    def __init__(self, ranks: Ranks, origin: bytes = b"") -> None:
+        self.member: Member | None = Member(b"", ranks.rank, ranks.world, origin)
         self._ranks = ranks
         self._condition = threading.Condition()
         self._proposed: deque[GenerationName] = deque()  # agreed on, and not settled

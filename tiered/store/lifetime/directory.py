@@ -4,8 +4,8 @@ Each holds ``lock``, ``identity``, ``ledger`` and the device's ``data-NNN``; the
 writes the identities in the order of their indexes, each durable before the next, and the caller then creates the
 catalog: so where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Ledgers and data
 files come only after it. An identity is one line of JSON: format, store, index, number, and a digest, which is xxh3-64
-of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank and world; it lies in a
-directory ``rank-0003-of-0008``.
+of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank, world, and the run that
+it was carried over from; it lies in a directory ``rank-0003-of-0008``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ __all__ = [
     "CATALOG_NAME",
     "Directories",
     "Identity",
+    "identities_in",
     "member_in",
     "owned_files",
     "rank_directories",
+    "remove_files",
     "scratch_directories",
     "stores_of_ranks",
 ]
@@ -64,7 +66,8 @@ class Identity:
         """Return the file's content."""
         fields = {"format": 1, "index": self.index, "number": self.number, "store": self.store_uuid.hex()}
         if self.member is not None:
-            fields |= {"format": 2, **self.member._asdict(), "run": self.member.run.hex()}
+            fields |= {"format": 2, **self.member._asdict()}
+            fields |= {"run": self.member.run.hex(), "origin": self.member.origin.hex()}
         return json.dumps({**fields, "digest": _digest(fields)}).encode() + b"\n"
 
     @classmethod
@@ -86,14 +89,16 @@ class Identity:
                 )
             member = None
             if fields["format"] == _FORMAT:
-                member = Member(bytes.fromhex(fields["run"]), fields["rank"], fields["world"])
+                run, origin = (bytes.fromhex(fields[word]) for word in ("run", "origin"))
+                member = Member(run, fields["rank"], fields["world"], origin)
             identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"], member)
-            numbers = fields["format"], identity.index, identity.number, *(member or ())[1:]
+            numbers = fields["format"], identity.index, identity.number, *(member or ())[1:3]
             if any(type(number) is not int for number in numbers) or fields["format"] not in (1, _FORMAT):
                 raise ValueError(f"it says {fields}")
             if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number <= _MAX_NUM_DIRECTORIES:
                 raise ValueError(f"it says {identity}")
-            if member is not None and not (len(member.run) == 16 and 0 <= member.rank < member.world):
+            lengths = {16} if member is None else {len(member.run), len(member.origin) or 16}
+            if lengths != {16} or (member is not None and not 0 <= member.rank < member.world):
                 raise ValueError(f"it says {identity}")
             return identity
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -244,12 +249,7 @@ def _refuse_unwritable(paths: tuple[Path, ...]) -> None:
 
 
 def rank_directories(paths: Sequence[str | os.PathLike[str]], member: Member) -> tuple[Path, ...]:
-    """Return the directories of ``member`` in ``paths``, which need not exist. Raises UsageError for other ranks'."""
-    for path in _distinct(paths):
-        own = [entry.name for entry in owned_files(path)]
-        found = [world for world in stores_of_ranks(path).values() if world != member.world]
-        if own or found:
-            raise _other_world(path, found[0] if found else 1, member.world)
+    """Return the directories of ``member`` in ``paths``, which need not exist."""
     return tuple(path / f"rank-{member.rank:04d}-of-{member.world:04d}" for path in _distinct(paths))
 
 
@@ -261,20 +261,27 @@ def stores_of_ranks(path: Path) -> dict[Path, int]:
     return {each: world for each, world in found.items() if os.path.lexists(each / CATALOG_NAME)}
 
 
+def identities_in(path: Path) -> dict[Path, Identity]:
+    """Return the identities of a store in ``path``, and of the stores of ranks in it. Raises as ``Identity.read``."""
+    names = [name for name in (os.listdir(path) if path.is_dir() else ()) if _RANK.fullmatch(name)]
+    places = [path, *(path / name for name in sorted(names))]
+    return {each: Identity.read(each / _IDENTITY) for each in places if os.path.lexists(each / _IDENTITY)}
+
+
+def remove_files(paths: Sequence[Path]) -> None:
+    """Remove the files of stores in ``paths``, whose locks the caller holds: the remains are known as a store's."""
+    for prefix in ("data-", LEDGER_NAME, CATALOG_NAME, _IDENTITY):
+        for path in reversed(paths):
+            for entry in owned_files(path):
+                if entry.name.startswith(prefix):
+                    entry.unlink()
+            fsync_directory(path)
+
+
 def member_in(paths: Sequence[Path]) -> Member | None:
     """Return which of several ranks the store in ``paths`` is of. Raises as ``Identity.read``; changes nothing."""
     found = [Identity.read(path / _IDENTITY) for path in paths if os.path.lexists(path / _IDENTITY)]
     return found[0].member if found else None
-
-
-def _other_world(path: Path, world: int, got: int) -> UsageError:
-    """Return the refusal of ``path``, whose store, or stores, are of ``world`` ranks, by ``got`` ranks."""
-    how = f"torchrun --nproc-per-node {world}" if world > 1 else "one process, without torch.distributed"
-    held = f"the stores of {world} ranks" if world > 1 else "the store of one rank"
-    return UsageError(
-        f"{path} holds {held}, and there {'are' if got > 1 else 'is'} {got} now; expected the same number of ranks, as"
-        f" in {how}, or another directory"
-    )
 
 
 def _survey(paths: tuple[Path, ...], mode: Mode, member: Member | None) -> tuple[tuple[Path, ...], Identity] | None:
@@ -297,7 +304,7 @@ def _survey(paths: tuple[Path, ...], mode: Mode, member: Member | None) -> tuple
     ordered = sorted(paths, key=lambda path: identities[path].index)
     found = identities[ordered[0]].member
     is_alone = member is None and mode in ("r", "w")  # to look at it, or to clean it
-    if not is_alone and (found and found._replace(run=b"")) != member:
+    if not is_alone and found is not member and not (member and member.is_same_rank(found)):
         raise UsageError(
             f"{ordered[0]} is the store of {found or 'one rank alone'}, and this is {member or 'one rank alone'};"
             f" expected all ranks together, as in torchrun --nproc-per-node {found.world if found else 1}, with the"
@@ -338,8 +345,8 @@ def _look_into(path: Path) -> Identity | None:
         return Identity.read(path / _IDENTITY)
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
     foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
-    if worlds := [*stores_of_ranks(path).values()]:
-        raise _other_world(path, worlds[0], 1)
+    if found := [*stores_of_ranks(path)]:
+        raise UsageError(f"{path} holds {len(found)} stores of ranks; expected the directory of one, such as {found[0]}")
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"

@@ -25,7 +25,7 @@ from tiered.store.catalog.catalog import Alone, Confirmation
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.format.root import Root
 from tiered.store.format.state_text import encode
-from tiered.store.lifetime.directory import CATALOG_NAME, Directories, rank_directories, scratch_directories
+from tiered.store.lifetime.directory import CATALOG_NAME, Directories, scratch_directories
 from tiered.store.lifetime.external import ExternalSources
 from tiered.store.lifetime.ledger import Ledgers
 from tiered.units import MiB, format_bytes, parse_bytes
@@ -138,7 +138,7 @@ def open_parts(
 ) -> Parts:
     """Open or create a store's devices and catalog around ``arena``, which is theirs to close.
 
-    ``confirmation``: of the ranks that share the store, which then lies in directories of this rank's in ``paths``.
+    ``confirmation``: of the ranks that share the store; ``paths`` are this rank's own.
     Raises UsageError, CapacityError, DeviceError and others, with everything closed.
     """
     with contextlib.ExitStack() as stack:
@@ -171,8 +171,6 @@ def _open_around(
         if mode == "r":
             raise UsageError('durable=False keeps nothing that mode="r" could read')
         return Parts(arena, _open_devices(scratch_directories(paths), engine, stack), None)
-    if confirmation.member is not None:
-        paths = rank_directories(paths, confirmation.member)
     directories = Directories.open(paths, mode, confirmation)  # type: ignore[arg-type]  # checked above
     stack.callback(directories.close)
     catalog_path = directories.paths[0] / CATALOG_NAME
