@@ -43,7 +43,7 @@ ORDER = {
     "ranks": ("group", "comm", "watch", "comm_thread", "agreement", "ranks"),
     "zero": ("layout", "state_dict_copies", "step", "one_rank", "formats", "compute_device", "parameters",
              "torch_func_guard", "gradients", "activations", "engine", "model_state", "optimizer", "construct",
-             "deferred_tensors", "weights", "shard", "unsharded"),
+             "deferred_tensors", "weights", "shard", "unsharded", "reshard"),
     "tools": ("console", "doctor", "bench", "inspect", "train", "export", "cli"),
 }  # fmt: skip
 """The rooms of each floor, files of the floor itself among them: each imports only what stands before it."""

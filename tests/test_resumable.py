@@ -638,3 +638,27 @@ def test_without_a_model_later_epochs_are_those_of_the_undisturbed_run(tmp_path:
         return found
 
     assert life("cut", 0, num_before) + life("cut", 1, 9) == life("whole", 0, 9)
+
+
+def test_a_loader_over_another_number_of_ranks_goes_on_behind_the_used_samples() -> None:
+    def loaders(world: int) -> list[Any]:
+        data = torch.utils.data.TensorDataset(torch.arange(48))
+        samplers = [torch.utils.data.DistributedSampler(data, world, rank, seed=3) for rank in range(world)]
+        return [tiered.resumable(torch.utils.data.DataLoader(data, 2, sampler=each)) for each in samplers]
+
+    def take(iterators: list[Any], num: int) -> list[int]:
+        return sorted(int(x) for _ in range(num) for each in iterators for (batch,) in [next(each)] for x in batch)
+
+    before = loaders(2)
+    iterators = [iter(each) for each in before]
+    used = take(iterators, 6)
+    states = [each.state_dict() for each in before]
+    rest = take(iterators, 6)
+    for world in (1, 3, 4):
+        after = loaders(world)
+        for each in after:
+            each.load_state_dict(states[0])
+        assert take([iter(each) for each in after], 12 // world) == rest
+    with pytest.raises(UsageError, match="6 batches of each of 2 ranks are no whole number of batches for 5"):
+        loaders(5)[0].load_state_dict(states[1])
+    assert sorted(used + rest) == list(range(48))

@@ -26,14 +26,16 @@ from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime.confirmation import RanksConfirmation
+from tiered.store.residency.residency import Residency
 
 __all__ = ["NUM_STEPS"]
 
 NUM_STEPS = 5
-_INSTANTS: dict[str, tuple[type, str]] = {
+_INSTANTS: dict[str, tuple[Any, str]] = {
     "before the flush": (Committer, "_write"),
     "before the catalog": (SqliteCatalog, "apply"),
     "before the confirmation": (RanksConfirmation, "confirm"),
+    "before the first key": (Residency, "create"),
 }
 
 
@@ -44,14 +46,16 @@ def opened(path: str, group: Any, **options: Any) -> tiered.Store:
 
 
 def begun(
-    store: tiered.Store, group: Any, *, model: str, dtype: str, update: str, device: str = "cpu"
+    store: tiered.Store, group: Any, *, model: str, dtype: str, update: str, device: str = "cpu", state: str = "exact"
 ) -> tuple[Session, int]:
     """Return a session that has resumed, and the step that it is at."""
     zoo = over_ranks(CASES[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
-    session = start(zoo, recipe_of(dtype), store, update, seed=SEED, device=device)
-    state = store.resume()
-    assert state.get("rank", 0) in (group.rank(), 0), "each rank has its own state, a new one that of rank 0"
-    return session, state.get("step", 0)
+    recipe = recipe_of(dtype)
+    recipe.adamw["state"] = state
+    session = start(zoo, recipe, store, update, seed=SEED, device=device)
+    found = store.resume()
+    assert found.get("rank", 0) in (group.rank(), 0), "each rank has its own state, a new one that of rank 0"
+    return session, found.get("step", 0)
 
 
 @case
@@ -70,17 +74,23 @@ def commit_each_step(
     num_steps: int = NUM_STEPS,
     unfreezes: bool = False,
     kind: str = "gloo",
+    switch: bool = False,
+    state_format: str = "exact",
 ) -> Any:
     """Train to the end, with a commit after each step; rank ``killed`` kills itself inside of one.
 
+    ``switch``: inside of the opening, which carries the run over from another number of ranks.
     ``unfreezes``: a part of the model is frozen before the first step, values are written, the part is trained again.
     ``kind``: of collectives on the simulated device.
     """
     group, device = group_of(world, kind), "cpu" if kind == "gloo" else "sim"
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
+    if switch and group.rank() == killed:
+        _kill_at(instant)
     with on_device(device), opened(path, group) as store:
-        session, first = begun(store, group, model=model, dtype=dtype, update=update, device=device)
+        recipe = {"model": model, "dtype": dtype, "update": update, "state": state_format}
+        session, first = begun(store, group, device=device, **recipe)
         torch.manual_seed(1000 + group.rank()) if not first else None
         changes = changes_of(session.model, tiered.unsharded) if unfreezes else []
         if changes and first in (1, 2):  # freezing is the script's, as always
@@ -89,7 +99,7 @@ def commit_each_step(
             for change in changes[step : step + 1]:
                 change()
             session.run_step(step)
-            if step == kill_step and group.rank() == killed:
+            if step == kill_step and group.rank() == killed and not switch:
                 _kill_at(instant)
             store.commit({"step": step + 1, "rank": group.rank(), "draw": random.random()}, wait=waits)
             send({"committed": step + 1, "pid": os.getpid()})
@@ -182,7 +192,9 @@ def _fail_in(where: str, session: Session, step: int) -> None:
 
 
 @case
-def open_with(send: Callable[[Any], None], *, path: str, world: int, kind: str = "", on: int = 1) -> str:
+def open_with(
+    send: Callable[[Any], None], *, path: str, world: int, kind: str = "", on: int = 1, mode: str = "a"
+) -> str:
     """Open, and do one thing; something is wrong on rank ``on`` alone. Return the error, "" for none."""
     group = group_of(world)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -193,7 +205,7 @@ def open_with(send: Callable[[Any], None], *, path: str, world: int, kind: str =
         own = f"{path}/rank-{on:04d}-of-{world:04d}"
         stack.enter_context(tiered.Store(own, dram="16MiB", mode="r", process_group=False))
     try:
-        with stack, opened(path, group) as store:
+        with stack, opened(path, group, mode=mode) as store:
             store["x"] = torch.full((5000,), float(group.rank()))
             if kind == "no space" and is_odd:
                 stack.enter_context(mock.patch.object(store.working_set.space, "flush", _no_space))

@@ -142,9 +142,13 @@ class ResumableLoader(Generic[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where ``state`` was taken; an iterator that was begun before is over.
 
-        Raises UsageError with the differences, and stays where it is, when ``state`` is another loader's.
+        A ``DistributedSampler`` of another number of ranks goes on behind the samples that all have used. Raises
+        UsageError with the differences, and stays where it is, when ``state`` is another loader's.
         """
         mine, committed = self._facts(), state["loader"]
+        position = _position_over(mine.get("ranks", 1), committed.get("ranks", mine.get("ranks", 1)), state["position"])
+        if mine.get("ranks") != committed.get("ranks"):  # each then has another number of batches
+            mine, committed = ({**each, "ranks": None, "batches": None} for each in (mine, committed))
         names = sorted(name for name in mine.keys() | committed.keys() if committed.get(name) != mine.get(name))
         if names:
             differences = [f"{name} was {committed.get(name)!r}, is {mine.get(name)!r}" for name in names]
@@ -158,7 +162,7 @@ class ResumableLoader(Generic[Batch]):
             RandomState().load_state_dict(state["process"])
         self._epoch = state["epoch"]
         self._is_resumed = state["start"] is not None
-        self._place = _Place(state["start"], state["position"]) if self._is_resumed else None
+        self._place = _Place(state["start"], position) if self._is_resumed else None
 
     def __repr__(self) -> str:
         return f"ResumableLoader({type(self.loader).__name__}, epoch={self.epoch}, position={self.position})"
@@ -224,6 +228,7 @@ class _TorchLoader(ResumableLoader[Batch]):
             "batch_size": self._torch_loader.batch_size,
             "drop_last": self._torch_loader.drop_last,
             "sampler": self._sampler.name,
+            **({} if self._sampler.num_ranks is None else {"ranks": self._sampler.num_ranks}),
             "num_workers": self._torch_loader.num_workers if self._is_iterable else None,
             "persistent_workers": False,  # of another run, its random numbers came in another order
             "parts": self._random.names,
@@ -239,6 +244,7 @@ class _SkippingSampler(Sampler[Any]):
         innermost = sampler.sampler if isinstance(sampler, BatchSampler) else sampler
         names = [type(sampler).__name__] + [type(innermost).__name__] * (innermost is not sampler)
         self.name = " of ".join(names)  # with the sampler within one that is torch's for batches
+        self.num_ranks: int | None = getattr(innermost, "num_replicas", None)  # that divide the samples
         is_torchs = type(innermost).__module__.startswith("torch.utils.data")
         self._watch = None if is_torchs else OrderWatch(innermost)  # torch's draw before their first item alone
         self._items: Iterator[Any] = iter(())
@@ -259,6 +265,20 @@ class _SkippingSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # its own TypeError is the right one
+
+
+def _position_over(num_ranks: int, before: int, position: int) -> int:
+    """Return the batches that each of ``num_ranks`` has used, where each of ``before`` has used ``position``.
+
+    Samples are dealt out in turn, as by ``DistributedSampler``. Raises UsageError where that is no whole number.
+    """
+    if position * before % num_ranks:
+        raise UsageError(
+            f"the loader: {position} batches of each of {before} ranks are no whole number of batches for {num_ranks};"
+            " expected a commit between two epochs, or as many ranks; or a resume without the loader, then"
+            " store.drop_state(name) and the new loader, whose epoch begins anew"
+        )
+    return position * before // num_ranks
 
 
 def _pass_over(batches: Iterator[object], position: int) -> None:

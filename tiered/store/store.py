@@ -28,8 +28,8 @@ from tiered.store.format.row import Spec
 from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.confirmation import RanksConfirmation
-from tiered.store.lifetime.rank_sets import Place, RankSet, find_place, searched_for
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
+from tiered.store.lifetime.rank_sets import Place, RankSet, find_place, searched_for
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks

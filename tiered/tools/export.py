@@ -15,17 +15,16 @@ from tiered.errors import UsageError
 from tiered.interop.checkpoint_folder import holds_checkpoint, write_checkpoint
 from tiered.interop.saving import cast
 from tiered.store.generations.registry import taking_apart
-from tiered.store.residency.residency import Lease
 from tiered.store.store import Store
 from tiered.tools.console import confirm
 from tiered.units import MiB, format_bytes, parse_bytes
 from tiered.zero.deferred_tensors import DeferredFiles, DeferredTensor, safetensors_files
-from tiered.zero.layout import SegmentSpec, UnitLayout, committed_layouts
+from tiered.zero.layout import Place, SegmentSpec, Span, UnitLayout, committed_layouts
 from tiered.zero.model_state import refuse_missing
+from tiered.zero.reshard import opened_ranks, read_span
 
 __all__ = ["export", "import_files"]
 
-_LEAST_DRAM_NBYTES = 64 * MiB
 _LEAST_IMPORT_DRAM_NBYTES = 256 * MiB
 _SMALL_FILES = ("config.json", "generation_config.json")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -43,9 +42,10 @@ def export(
     """Write the last commit of the run in ``run`` to ``folder``, print where, and return 0; blocks.
 
     A training run gives its model's parameters and buffers, and config.json where it trained one of Hugging Face. Any
-    other store gives each tensor under its key. ``external`` are the user's own files that some of it lies in. DRAM
-    takes the largest key. Raises UsageError where there is no commit, while a program has the run open for writing, and
-    where ``folder`` holds a checkpoint that may not be replaced; CapacityError, DeviceError.
+    other store gives each tensor under its key. ``run`` may have the stores of several ranks. ``external`` are the
+    user's own files that some of it lies in. Memory takes the largest tensor. Raises UsageError where there is no
+    commit, while a program has the run open for writing, and where ``folder`` holds a checkpoint that may not be
+    replaced; CapacityError, DeviceError.
     """
     parse_bytes(max_shard_size)
     if dtype is not None and dtype not in _DTYPES:
@@ -53,7 +53,6 @@ def export(
     missing = [path for path in run if not path.is_dir()]
     if missing:
         raise UsageError(f"no run in {', '.join(map(str, missing))}")
-    largest = _largest_key(run, external)
     if holds_checkpoint(folder):
         confirm(
             f"{folder} holds a checkpoint: replace it?",
@@ -61,30 +60,15 @@ def export(
             declined="nothing was written",
             yes=yes,
         )
-    with (
-        _opened(run, external, _LEAST_DRAM_NBYTES + largest) as store,
-        closing(CommittedTensors(store)) as committed,
-    ):
+    with opened_ranks(run, external) as stores:
+        if not stores[0].generation:
+            raise UsageError(f"nothing was committed in {', '.join(map(str, run))} yet")
+        committed = CommittedTensors(stores)
         paths = _write(folder, committed, dtype, max_shard_size)
-        num_tensors, generation = len(committed.tensors), store.generation
+        num_tensors, generation = len(committed.tensors), stores[0].generation
     nbytes = sum(path.stat().st_size for path in paths)
     print(f"{num_tensors} tensors of generation {generation}, {format_bytes(nbytes)} in {len(paths)} files: {folder}")
     return 0
-
-
-def _opened(run: Sequence[Path], external: Sequence[Path], dram: int) -> Store:
-    """Open the committed run to be read."""
-    return Store(*run, dram=dram, mode="r", external=external, device_memory=0)
-
-
-def _largest_key(run: Sequence[Path], external: Sequence[Path]) -> int:
-    """Return the bytes of the largest key. Raises UsageError where nothing was committed."""
-    with _opened(run, external, _LEAST_DRAM_NBYTES) as store:
-        if not store.generation:
-            raise UsageError(f"nothing was committed in {', '.join(map(str, run))} yet")
-        is_run = store.registered_state("tiered.model") is not None
-        names = [record for record in store.records() if record.name.startswith("model/parameters/") or not is_run]
-        return max((record.nbytes for record in names), default=0)
 
 
 def _write(folder: Path, committed: CommittedTensors, dtype: str | None, max_shard_size: str) -> list[Path]:
@@ -140,29 +124,28 @@ def _put(store: Store, name: str, tensor: DeferredTensor) -> None:
 
 
 class CommittedTensors:
-    """The tensors of a store's last commit by name, deferred, read without the program that made them.
+    """The tensors of a run's last commit by name, deferred, read without the program that made them.
 
-    A training run gives its model's parameters and persistent buffers, for which one key at a time is leased; a tied
-    parameter has its first name, and ``tied`` has the others. Any other store gives each tensor under its key.
-    ``files`` are the texts of a Hugging Face model's small files by name.
+    A training run gives its model's parameters and persistent buffers; a tied parameter has its first name, and
+    ``tied`` has the others. Any other store gives each tensor under its key. Over ranks a parameter is put together
+    from the shards in the ``stores`` of all. ``files`` are the texts of a Hugging Face model's small files by name.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, stores: Sequence[Store]) -> None:
         """Raises UsageError for a state that is no model's, and for a model that lacks some of its keys."""
+        store = stores[0]
         state = store.registered_state("tiered.model")
-        self._store = store
-        self._lease: Lease | None = None
-        self._leased = ""  # the key of ``_lease``
+        self._store, self._stores = store, stores
         self.tensors: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         if state is None:
             self.files: dict[str, str] = dict(store.state.get("files", {}))
             self._add_plain_tensors()
             return
-        if (world := state.get("world", 1)) != 1:  # an earlier release knew one rank alone
+        if (world := state.get("world", 1)) != len(stores):  # an earlier release knew one rank alone
             raise UsageError(
-                f"the store holds one rank's shards of a model over {world} ranks; expected model.state_dict(), by all"
-                " ranks together, of the run that resumes it"
+                f"the store holds one rank's shards of a model over {world} ranks; expected the directory that those of"
+                " all ranks lie in"
             )
         with taking_apart("tiered.model", by="model"):
             layouts = [layout for _, layout in committed_layouts(state)]
@@ -173,7 +156,8 @@ class CommittedTensors:
             self.tensors |= dict(state.get("added", {}))
             self.tied = dict(state.get("tied", {}))
             self.files = _files(state)
-        refuse_missing(store, (span.key for layout in layouts for span in layout.spans))
+        for each in stores:
+            refuse_missing(each, (span.key for layout in layouts for span in layout.spans))
 
     def _add_plain_tensors(self) -> None:
         for record in self._store.records():
@@ -182,24 +166,16 @@ class CommittedTensors:
 
     def _add(self, layout: UnitLayout) -> None:
         for spec, place in zip(layout.specs, layout.places, strict=True):
-            key = layout.spans[place.span].key
             looks = torch.empty_strided(spec.shape, spec.strides, dtype=spec.dtype, device="meta")
-            self.tensors[spec.name] = DeferredTensor.of(looks, partial(self._read, key, place.offset, spec))
+            self.tensors[spec.name] = DeferredTensor.of(
+                looks, partial(self._read, layout.spans[place.span], place, spec)
+            )
 
-    def _read(self, key: str, offset: int, spec: SegmentSpec) -> torch.Tensor:
-        """Return the values of a parameter: bytes of the store's own, which stay as long as the tensor lives."""
-        if key != self._leased:
-            self.close()
-            self._lease, self._leased = self._store.working_set.lease(key, "r"), key
-        assert self._lease is not None
-        flat = self._lease.tensor[offset : offset + spec.numel * spec.dtype.itemsize].view(spec.dtype)
-        return flat.as_strided(spec.shape, spec.strides)
-
-    def close(self) -> None:
-        """Give the leased key back. Idempotent."""
-        lease, self._lease, self._leased = self._lease, None, ""
-        if lease is not None:
-            lease.release()
+    def _read(self, span: Span, place: Place, spec: SegmentSpec) -> torch.Tensor:
+        """Return the values of a parameter, in memory of their own."""
+        values = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
+        read_span(self._stores, span.key, span.shard_nbytes, place.offset, values)
+        return values.view(spec.dtype).as_strided(spec.shape, spec.strides)
 
 
 def _files(state: Mapping[str, Any]) -> dict[str, str]:

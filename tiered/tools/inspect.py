@@ -34,6 +34,7 @@ from tiered.store.lifetime.directory import (
 from tiered.store.lifetime.ledger import LEDGER_NAME, read_ledger
 from tiered.store.lifetime.leftovers import Leftovers
 from tiered.store.lifetime.lock import LOCK_NAME
+from tiered.store.lifetime.rank_sets import RankSet, obsolete_in, remove_set, stores_in
 from tiered.tools.console import check_writable, columns, confirm, fold, say, write_report
 from tiered.units import MiB, format_bytes
 from tiered.zero.layout import committed_layouts, count_in, text_in
@@ -213,13 +214,16 @@ def _ranks(directories: Sequence[Path]) -> str:
 def inspect_run(directories: Sequence[Path], *, parameters: bool, json_file: Path | None) -> int:
     """Print the last commit of the store in ``directories``, with a line for each parameter if asked; return 0.
 
-    ``json_file`` gets all of it for programs. Raises UsageError where there is no store, or no model to list.
+    Over ranks it is that of each rank. ``json_file`` gets all of it for programs. Raises UsageError where there is no
+    store, or no model to list.
     """
     check_writable(json_file)
-    run = ExistingRun.load(directories)
-    print("\n".join(_lines(run, parameters=parameters)))
+    runs = [ExistingRun.load(each) for each in stores_in(directories)]
+    for run in runs:
+        print("\n".join(_lines(run, parameters=parameters)))
     if json_file is not None:
-        write_report(json_file, f"{json.dumps(_as_json(run))}\n")
+        report = _as_json(runs[0]) if len(runs) == 1 else {"version": _VERSION, "ranks": [*map(_as_json, runs)]}
+        write_report(json_file, f"{json.dumps(report)}\n")
     return 0
 
 
@@ -394,11 +398,16 @@ def check(
 ) -> int:
     """Read and check every byte of the store, print the result, and return 0, or 1 for damage; blocks.
 
+    Over ranks it is that of each rank; keys are dropped in the directory of one.
     It is the newest generation that is read, not what one that is kept beside it has alone. ``external`` are the user's
     own files that some of it lies in. Of the damaged keys those in ``drop`` are dropped, in one commit. Raises
     UsageError, with nothing dropped, when one of them does not exist or is not damaged, or is of a model and that is
     not agreed to; and where there is no store.
     """
+    stores = stores_in(directories)
+    if len(stores) > 1 and not drop:
+        return max([check(each, external=external) for each in stores])
+    directories = stores[0] if len(stores) == 1 else directories
     missing = [path for path in directories if not path.is_dir()]
     if missing or not holds_any_file(directories):
         raise UsageError(f"no run in {', '.join(map(str, missing or directories))}{_ranks(directories)}")
@@ -453,10 +462,18 @@ def _listed(keys: Sequence[str]) -> str:
 def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: Path | None) -> int:
     """List the leftovers in ``directories`` and remove them once that is agreed to; return 0. Blocks.
 
+    Over ranks they are those of each rank's store, one after the other, and first the sets of stores that were carried
+    over to another number of ranks.
     Raises UsageError while the store is open, where there is neither a run nor a leftover, and where there is no
     terminal to ask on; nothing was removed then.
     """
     check_writable(json_file)
+    if obsolete := obsolete_in(directories):
+        _remove_obsolete(obsolete, dry_run=dry_run, yes=yes)
+    if len(stores := stores_in(directories)) > 1 and json_file is None:
+        return max([clean(each, dry_run=dry_run, yes=yes, json_file=None) for each in stores])
+    if len(stores) == 1:
+        directories = stores[0]
     with closing(Leftovers(directories)) as found:
         if not (found.items or found.spared or holds_any_file(directories)):
             where = ", ".join(map(str, directories))
@@ -489,3 +506,24 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
             report = {"leftovers": items, "left_alone": found.spared, "freed_bytes": freed, "dry_run": dry_run}
             write_report(json_file, f"{json.dumps(report)}\n")
     return 0
+
+
+def _remove_obsolete(obsolete: Sequence[RankSet], *, dry_run: bool, yes: bool) -> None:
+    """Remove the sets once that is agreed to."""
+    nbytes = sum(
+        entry.stat().st_blocks * 512 for each in obsolete for path in each.paths for entry in owned_files(path)
+    )
+    for each in obsolete:
+        say(f"not needed any more: {each}, in {', '.join(map(str, each.paths))}", indent=12)
+    if dry_run:
+        print(f"{format_bytes(nbytes)} would be freed; nothing was removed")
+        return
+    confirm(
+        f"remove these for good, {format_bytes(nbytes)}?",
+        unasked="gc removes what is listed above and there is no terminal to ask on: add --yes, or --dry-run",
+        declined="nothing was removed",
+        yes=yes,
+    )
+    for each in obsolete:
+        remove_set(each)
+    print(f"freed {format_bytes(nbytes)} ({nbytes:,} bytes)")

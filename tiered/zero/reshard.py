@@ -20,11 +20,12 @@ import numpy as np
 import torch
 
 from tiered.errors import CapacityError, UsageError
-from tiered.store.catalog.catalog import Alone
+from tiered.store.catalog.catalog import Alone, GenerationName
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state, taking_apart
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, new_arena, open_parts
-from tiered.store.lifetime.rank_sets import RankSet
+from tiered.store.lifetime.rank_sets import RankSet, find_sets, newest_of, stores_in
+from tiered.store.residency.entry import Record
 from tiered.store.store import Store
 from tiered.units import MiB, format_bytes, round_up
 from tiered.zero.formats.codec import Bucket, Piece, divide
@@ -32,7 +33,7 @@ from tiered.zero.formats.rules import AdamWRule, LionRule, Rule, SGDRule
 from tiered.zero.formats.state_layout import Layouts
 from tiered.zero.layout import CUT_NUMEL, UnitLayout, bucket_numel_for, committed_layouts, count_in, lay_out, text_in
 
-__all__ = ["carry_over"]
+__all__ = ["carry_over", "opened_ranks", "read_span"]
 
 _WORD = "tiered.Store with another number of ranks"
 _SLICE_NBYTES = 4 * MiB
@@ -89,7 +90,7 @@ def carry_over(store: Store, origin: RankSet, *, external: Sequence[str | os.Pat
     CapacityError where there is no space for both sets, before any byte is written.
     """
     with ExitStack() as stack:
-        sources = [stack.enter_context(_opened(origin, rank, external, engine)) for rank in range(origin.world)]
+        sources = [stack.enter_context(_opened(each, origin.generation, external, engine)) for each in origin.stores]
         with taking_apart(f"{origin.world} ranks", by="reader"):
             plan = _Plan(store, sources)
         plan.check_space()
@@ -103,19 +104,48 @@ def carry_over(store: Store, origin: RankSet, *, external: Sequence[str | os.Pat
 
 @contextmanager
 def _opened(
-    origin: RankSet, rank: int, external: Sequence[str | os.PathLike[str]], engine: str
+    directories: Sequence[Path], chosen: GenerationName | None, external: Sequence[str | os.PathLike[str]], engine: str
 ) -> Iterator[Store]:
-    """Open the store of ``rank`` at the generation that all ranks of ``origin`` have."""
+    """Open the store of one rank to be read, at the generation that all have; None: at its newest."""
     arena = new_arena(MIN_DRAM_NBYTES, serves_accelerator=False)
-    confirmation = Alone(chosen=origin.generation)
+    confirmation = Alone(chosen=chosen)
     parts = open_parts(
-        origin.stores[rank], arena, durable=True, engine=engine, mode="r", external=external, confirmation=confirmation
+        directories, arena, durable=True, engine=engine, mode="r", external=external, confirmation=confirmation
     )
     store = Store._from_parts(parts, mode="r")
     try:
         yield store
     finally:
         store.close(commit=False)
+
+
+@contextmanager
+def opened_ranks(
+    directories: Sequence[Path], external: Sequence[str | os.PathLike[str]] = (), engine: str = "auto"
+) -> Iterator[list[Store]]:
+    """Open the stores of the run in ``directories`` to be read: that of each rank, in their order, or the only one.
+
+    Each has a budget of 8 MiB. Raises UsageError, CorruptionError, DeviceError.
+    """
+    stores = stores_in(directories)
+    current = newest_of(find_sets([*map(Path, directories)])) if len(stores) > 1 else None
+    chosen = None if current is None else current.generation
+    with ExitStack() as stack:
+        yield [stack.enter_context(_opened(each, chosen, external, engine)) for each in stores]
+
+
+def read_span(sources: Sequence[Store], key: str, shard_nbytes: int, start: int, out: torch.Tensor) -> None:
+    """Fill ``out``, (nbytes,) uint8, with the bytes from ``start`` on of a whole span, whose shards ``sources`` have.
+
+    Bytes behind the whole span are left as they are.
+    """
+    for at in range(0, len(out), _SLICE_NBYTES):
+        stop = min(at + _SLICE_NBYTES, len(out))
+        for rank, source in enumerate(sources):
+            begin = rank * shard_nbytes
+            first, last = max(start + at, begin), min(start + stop, begin + shard_nbytes)
+            if first < last:
+                out[first - start : last - start] = source.read_part(key, first - begin, last - begin)
 
 
 class _Plan:
@@ -165,21 +195,10 @@ class _Plan:
         for before, after in zip(old.spans, new.spans, strict=True):
 
             def fill(out: torch.Tensor, key: str = before.key, shard: int = before.shard_nbytes) -> None:
-                self._read_span(key, shard, out)
+                read_span(self._sources, key, shard, self.rank * len(out), out)
 
             self._fills[after.key] = after.shard_nbytes, fill
             self._second_nbytes += after.shard_nbytes if after.trainable else 0
-
-    def _read_span(self, key: str, shard_nbytes: int, out: torch.Tensor) -> None:
-        """Fill ``out``, this rank's new shard, with its bytes of the whole span that the old ranks' shards make up."""
-        begin = self.rank * len(out)
-        for at in range(0, len(out), _SLICE_NBYTES):
-            stop = min(at + _SLICE_NBYTES, len(out))
-            for rank, source in enumerate(self._sources):
-                first, last = max(begin + at, rank * shard_nbytes), min(begin + stop, (rank + 1) * shard_nbytes)
-                if first < last:
-                    part = source.read_part(key, first - rank * shard_nbytes, last - rank * shard_nbytes)
-                    out[first - begin : last - begin] = part
 
     def _add_masters(self, old: _Unit, new: _Unit, trained: set[str]) -> None:
         """Masters that no optimizer has taken over yet: fp32 values, one segment after the other."""
@@ -208,7 +227,7 @@ class _Plan:
         layouts = Layouts(text_in(optimizer["state"]), _RULES[text_in(optimizer["class"])], sizes_only=True)
         managed = [list(map(text_in, names)) for names in optimizer["managed"]]
         start = set(managed[0])
-        numel = bucket_numel_for(
+        numel: int = bucket_numel_for(
             -(-sum(len(s.stretch) for each in new.segments for s in each if s.name in start) // new.world)
             for _, new in pairs
         )
@@ -257,7 +276,7 @@ class _Plan:
             self._cached = rank, key, self._sources[rank].read_part(key, 0, nbytes)
         return self._cached[2]
 
-    def _keys_of_the_callers(self) -> list[Any]:
+    def _keys_of_the_callers(self) -> list[Record]:
         """Return the records of the keys of the caller's own, which stay with their rank."""
         others = [
             (rank, record)

@@ -4,8 +4,8 @@ Each holds ``lock``, ``identity``, ``ledger`` and the device's ``data-NNN``; the
 writes the identities in the order of their indexes, each durable before the next, and the caller then creates the
 catalog: so where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Ledgers and data
 files come only after it. An identity is one line of JSON: format, store, index, number, and a digest, which is xxh3-64
-of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank, world, and the run that
-it was carried over from; it lies in a directory ``rank-0003-of-0008``.
+of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank, world, and the run
+that it was carried over from; it lies in a directory ``rank-0003-of-0008``.
 """
 
 from __future__ import annotations
@@ -346,7 +346,7 @@ def _look_into(path: Path) -> Identity | None:
     # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
     foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
     if found := [*stores_of_ranks(path)]:
-        raise UsageError(f"{path} holds {len(found)} stores of ranks; expected the directory of one, such as {found[0]}")
+        raise UsageError(f"{path} holds {len(found)} stores of ranks; give the directory of one, such as {found[0]}")
     if foreign:
         raise UsageError(
             f"{path} holds {foreign[0]!r} and no store: give an empty directory, or one that does not exist yet"

@@ -21,9 +21,19 @@ from tiered.store.catalog.catalog import Alone, Confirmation, GenerationName, Me
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.store.lifetime.directory import CATALOG_NAME, identities_in, rank_directories, remove_files
-from tiered.store.lifetime.lock import Lock
+from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
-__all__ = ["Place", "RankSet", "find_place", "find_sets", "newest_of", "searched_for"]
+__all__ = [
+    "Place",
+    "RankSet",
+    "find_place",
+    "find_sets",
+    "newest_of",
+    "obsolete_in",
+    "remove_set",
+    "searched_for",
+    "stores_in",
+]
 
 _OPEN = "tiered.Store"
 
@@ -31,13 +41,15 @@ _OPEN = "tiered.Store"
 class RankSet(NamedTuple):
     """The stores of one ``run`` of ``world`` ranks; a store that is of no run has its own identity as the run.
 
-    ``stores``: by rank, its directories in their order; () for one that is missing, or not whole. ``kept``: by rank,
-    the names of its generations. ``is_alone``: a store of one rank that lies in the directories themselves.
+    ``paths``: all directories that are there. ``stores``: by rank, its directories in their order; () for one that is
+    missing, or not whole. ``kept``: by rank, the names of its generations. ``is_alone``: a store of one rank that lies
+    in the directories themselves.
     """
 
     run: bytes
     world: int
     origin: bytes
+    paths: tuple[Path, ...]
     stores: tuple[tuple[Path, ...], ...]
     kept: tuple[tuple[GenerationName, ...], ...]
     is_alone: bool
@@ -56,7 +68,7 @@ class RankSet(NamedTuple):
     def __str__(self) -> str:
         lacking = [str(rank) for rank, store in enumerate(self.stores) if not store]
         newest = max((name.number for names in self.kept for name in names), default=0)
-        missing = f", of which {', '.join(lacking)} are missing" if lacking else ""
+        missing = f", without {', '.join(lacking)}" if lacking else ""
         return f"{self.world} ranks{missing}, generation {newest} of run {self.run.hex()}"
 
 
@@ -80,7 +92,7 @@ def find_sets(directories: Sequence[Path]) -> list[RankSet]:
         found.setdefault(key, {}).setdefault(member.rank, {})[identity.index] = path
         numbers[path] = identity.number
     return [
-        _set_of(*key, *heads[key], [_whole(places.get(rank, {}), numbers) for rank in range(key[1])])
+        _set_of(Member(key[0], 0, key[1], heads[key][0]), heads[key][1], places, numbers)
         for key, places in found.items()
     ]
 
@@ -92,7 +104,10 @@ def _whole(places: dict[int, Path], numbers: dict[Path, int]) -> tuple[Path, ...
     return paths if is_whole else ()
 
 
-def _set_of(run: bytes, world: int, origin: bytes, is_alone: bool, stores: Sequence[tuple[Path, ...]]) -> RankSet:
+def _set_of(first: Member, is_alone: bool, places: dict[int, dict[int, Path]], numbers: dict[Path, int]) -> RankSet:
+    """Return the set of ``first``, whose ranks lie in ``places``, by rank and index."""
+    stores = tuple(_whole(places.get(rank, {}), numbers) for rank in range(first.world))
+    paths = tuple(path for each in places.values() for path in each.values())
     kept: list[tuple[GenerationName, ...]] = []
     for store in stores:
         if store:
@@ -100,7 +115,7 @@ def _set_of(run: bytes, world: int, origin: bytes, is_alone: bool, stores: Seque
                 kept.append(catalog.kept())
         else:
             kept.append(())
-    return RankSet(run, world, origin, tuple(stores), tuple(kept), is_alone)
+    return RankSet(first.run, first.world, first.origin, paths, stores, tuple(kept), is_alone)
 
 
 def newest_of(sets: Sequence[RankSet]) -> RankSet | None:
@@ -110,9 +125,9 @@ def newest_of(sets: Sequence[RankSet]) -> RankSet | None:
     live = [each for each in whole.values() if each.run not in superseded]
     for each in sets:
         has_commits = any(name.number for names in each.kept for name in names)
-        if has_commits and each.run not in whole and each.run not in superseded:
-            if not (each.may_be_unfinished and each.origin in whole):
-                live.append(each)
+        is_unfinished = each.may_be_unfinished and each.origin in whole
+        if has_commits and not is_unfinished and each.run not in whole and each.run not in superseded:
+            live.append(each)
     if len(live) > 1 or (live and live[0].run not in whole):
         where = "; ".join(f"{next(filter(None, each.stores))[0].parent}: {each}" for each in live)
         raise CorruptionError(
@@ -120,6 +135,46 @@ def newest_of(sets: Sequence[RankSet]) -> RankSet | None:
             " committed: restore what is missing from a copy, or give other directories"
         )
     return live[0] if live else None
+
+
+def stores_in(directories: Sequence[str | os.PathLike[str]]) -> list[Sequence[Path]]:
+    """Return the directories of each store of the run in ``directories``: those themselves, or those of each rank."""
+    searched = [*searched_for(directories, 1)]
+    current = newest_of(find_sets(searched)) if any(_is_of_others(path, 1) for path in searched) else None
+    return [searched] if current is None or current.is_alone else list(current.stores)
+
+
+def obsolete_in(directories: Sequence[str | os.PathLike[str]]) -> list[RankSet]:
+    """Return the sets that the run in ``directories`` does not need any more, in the order of their removal.
+
+    Each was carried over from, or is what an interrupted switch has left. The oldest come first: the set that counts is
+    known by those after it.
+    """
+    searched = [*searched_for(directories, 1)]
+    sets = find_sets(searched) if any(_is_of_others(path, 1) for path in searched) else []
+    current = newest_of(sets)
+    left = [] if current is None else [each for each in sets if each.run != current.run]
+    ordered: list[RankSet] = []
+    while left:
+        runs = {each.run for each in left}
+        ordered += [each for each in left if each.origin not in runs]
+        left = [each for each in left if each.origin in runs]
+    return ordered
+
+
+def remove_set(found: RankSet) -> None:
+    """Remove the files and directories of a set for good; blocks. Raises UsageError while a store of it is open."""
+    locks: list[Lock] = []
+    try:
+        locks += [Lock(path, shared=False) for path in found.paths]
+        remove_files(found.paths)
+        for path in () if found.is_alone else found.paths:
+            (path / LOCK_NAME).unlink(missing_ok=True)
+            if not any(path.iterdir()):
+                path.rmdir()
+    finally:
+        for lock in locks:
+            lock.release()
 
 
 def find_place(
@@ -149,9 +204,7 @@ def find_place(
             f' "a", which carries it over, or as many ranks: torchrun --nproc-per-node {origin.world}'
         )
     source = b"" if origin is None else origin.run
-    confirmation: Confirmation = (
-        Alone(Member(b"", 0, 1, source)) if ranks is None else RanksConfirmation(ranks, source)
-    )
+    confirmation: Confirmation = Alone(Member(b"", 0, 1, source)) if ranks is None else RanksConfirmation(ranks, source)
     assert confirmation.member is not None
     own = rank_directories(paths, confirmation.member)
     if origin is not None:
@@ -189,7 +242,8 @@ def _remove_left(paths: Sequence[Path]) -> None:
 
 def searched_for(directories: Sequence[str | os.PathLike[str]], world: int) -> Iterator[Path]:
     """Yield ``directories`` of all ranks: for each rank where a name has ``{rank}`` or ``{local_rank}``."""
-    for text in map(os.fspath, directories):
+    for directory in directories:
+        text = os.fspath(directory)
         names = [name for name in ("{rank}", "{local_rank}") if name in text]
         for number in itertools.count():
             each = text
