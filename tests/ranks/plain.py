@@ -292,3 +292,28 @@ def alone(send: Callable[[Any], None], *, world: int) -> str:
         except tiered.UsageError as error:
             return str(error)
     return ""
+
+
+@case
+def carry_adapters(send: Callable[[Any], None], *, path: str, world: int, num_steps: int) -> Any:
+    """Train PEFT's adapters with commits; return digests of them, of the model and of the optimizer's state."""
+    import peft
+
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    options = {"dram": (64 << 20) * world, "process_group": group if world > 1 else False, "rank_deadline": 30}
+    with tiered.Store(path, **options) as store:
+        torch.manual_seed(SEED)
+        model = tiered.shard(Vectors(num_blocks=2), store)
+        torch.manual_seed(SEED + 10 + group.rank())
+        model = adapt(model, "peft", torch.float32)
+        optimizer = tiered.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, store=store)
+        for step in range(store.resume().get("step", 0), num_steps):
+            model(*batch_of_vectors(world * step + group.rank())).backward()
+            optimizer.step()
+            store.commit({"step": step + 1})
+        state = optimizer.state_dict()["state"]
+        found = peft.get_peft_model_state_dict(model) | model.state_dict()
+        found |= {f"{number}.{name}": value for number, each in state.items() for name, value in each.items()}
+        return digests_of(Trained(parameters=found)), store.state["step"]

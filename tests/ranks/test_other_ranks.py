@@ -154,6 +154,15 @@ def test_keys_of_the_callers_own_stay_with_their_rank(ranks: Ranks, tmp_path: Pa
     assert ranks.run("open_with", world=2, path=str(tmp_path))[:2] == ["generation 3"] * 2
 
 
+def test_adapters_and_their_state_go_along(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks.run("carry_adapters", world=2, path=str(tmp_path), num_steps=2)[:2]
+    for world in (3, 1):
+        found = ranks.run("carry_adapters", world=world, path=str(tmp_path), num_steps=2)[:world]
+        assert found == before[:1] * world and found[0][1] == 2
+    ((trained, step),) = ranks.run("carry_adapters", world=1, path=str(tmp_path), num_steps=3)[:1]
+    assert step == 3 and trained != before[0][0]
+
+
 def test_the_set_that_counts_follows_from_what_is_on_the_drives() -> None:
     """Of each state that a switch of 2 to 3 ranks can leave: the new set counts where all its ranks have its first."""
     before, newest = GenerationName(4, 40), GenerationName(5, 50)

@@ -37,7 +37,7 @@ __all__ = ["carry_over", "opened_ranks", "read_span"]
 
 _WORD = "tiered.Store with another number of ranks"
 _SLICE_NBYTES = 4 * MiB
-_PLAIN = "plain"  # the unit of parameters beside the sharded ones, whole on each rank
+_PLAIN = "model/state/plain/"  # the state of parameters beside the sharded ones, whole on each rank
 _RULES: dict[str, Rule] = {
     "AdamW": AdamWRule(),
     "Lion": LionRule(),
@@ -60,17 +60,12 @@ class _Unit(NamedTuple):
     """A unit as each rank of a set has it: by rank, its segments; empty stretches included."""
 
     name: str
-    world: int
     segments: tuple[tuple[_Segment, ...], ...]
 
     @classmethod
     def of(cls, layout: UnitLayout) -> _Unit:
         """Return the unit of ``layout``."""
-        return cls(layout.name, layout.world, tuple(_segments(layout, rank) for rank in range(layout.world)))
-
-    def at(self, rank: int) -> tuple[_Segment, ...]:
-        """Return the segments as ``rank`` has them; a unit that is whole on each rank has those of one."""
-        return self.segments[rank % len(self.segments)]
+        return cls(layout.name, tuple(_segments(layout, rank) for rank in range(layout.world)))
 
 
 def _segments(layout: UnitLayout, rank: int) -> tuple[_Segment, ...]:
@@ -164,15 +159,14 @@ class _Plan:
         first = committed_state(sources[0]._generations.root.state)[1]
         user, states = committed_state(own._generations.root.state)
         model, optimizer = first.get("tiered.model"), first.get("tiered.optimizer")
-        plain = _plain_unit(model or {}, optimizer or {})
-        pairs: list[tuple[_Unit, _Unit]] = [] if plain is None else [(plain, plain)]
+        pairs: list[tuple[_Unit, _Unit]] = []
         if model is not None:
             layouts = [layout for _, layout in committed_layouts(model)]
-            for number, layout in enumerate(layouts):
+            for layout in layouts:
                 new = lay_out(layout.name, layout.specs, self.world)
                 self._add_spans(layout, new)
-                pairs.insert(number, (_Unit.of(layout), _Unit.of(new)))
-                self._add_masters(*pairs[number], set(map(text_in, model["trained_first"][layout.name])))
+                pairs.append((_Unit.of(layout), _Unit.of(new)))
+                self._add_masters(*pairs[-1], set(map(text_in, model["trained_first"][layout.name])))
             states["tiered.model"] = {**model, "world": self.world}
         if optimizer is not None:
             numel = self._add_state(pairs, optimizer)
@@ -205,8 +199,8 @@ class _Plan:
         key = f"model/master/{old.name}"
         if not any(key in source for source in self._sources):
             return
-        places = [_master_places(old.at(rank), trained) for rank in range(old.world)]
-        mine = _master_places(new.at(self.rank), trained)
+        places = [_master_places(old.segments[rank], trained) for rank in range(len(old.segments))]
+        mine = _master_places(new.segments[self.rank], trained)
 
         def fill(out: torch.Tensor) -> None:
             for segment, offset in mine.items():
@@ -226,19 +220,27 @@ class _Plan:
         """Add the buckets of all units; return how many elements a new bucket has at most."""
         layouts = Layouts(text_in(optimizer["state"]), _RULES[text_in(optimizer["class"])], sizes_only=True)
         managed = [list(map(text_in, names)) for names in optimizer["managed"]]
-        start = set(managed[0])
-        numel: int = bucket_numel_for(
-            -(-sum(len(s.stretch) for each in new.segments for s in each if s.name in start) // new.world)
+        before, start = count_in(optimizer["bucket_numel"]), set(managed[0])
+        numels = [
+            -(-sum(len(s.stretch) for each in new.segments for s in each if s.name in start) // self.world)
             for _, new in pairs
-        )
+        ]
+        whole = [record for record in self._sources[0].records() if record.name.startswith(_PLAIN)]
+        numel = before if whole else bucket_numel_for(numels)  # plain parameters, whose sizes no commit has
+        for record in whole:
+
+            def copy(out: torch.Tensor, key: str = record.name) -> None:
+                out.copy_(self._sources[0].read_part(key, 0, len(out)))
+
+            self._fills[record.name] = record.nbytes, copy
+            self._second_nbytes += record.nbytes
         for old, new in pairs:
-            old_numel = count_in(optimizer["bucket_numel"])
             places: dict[str, list[tuple[int, str, Piece[_Segment]]]] = {}
             for rank in range(len(old.segments)):
-                for bucket in _buckets(old.name, old.at(rank), managed, old_numel, layouts):
+                for bucket in _buckets(old.name, old.segments[rank], managed, before, layouts):
                     for piece in bucket.pieces:
                         places.setdefault(piece.segment.name, []).append((rank, bucket.key, piece))
-            for bucket in _buckets(new.name, new.at(self.rank), managed, numel, layouts):
+            for bucket in _buckets(new.name, new.segments[self.rank], managed, numel, layouts):
 
                 def fill(
                     out: torch.Tensor,
@@ -359,16 +361,6 @@ def _master_places(segments: Iterable[_Segment], trained: set[str]) -> dict[_Seg
             places[segment] = offset
             offset += round_up(len(segment.stretch), CUT_NUMEL)
     return places
-
-
-def _plain_unit(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> _Unit | None:
-    """Return the parameters with state that no unit has; None where there are none."""
-    sharded = {segment["name"] for segments in model.get("units", {}).values() for segment in segments}
-    tensors = {**optimizer.get("beside", {}), **model.get("added", {})}
-    names = [name for group in optimizer.get("managed", ()) for name in group if name not in sharded]
-    if not names:
-        return None
-    return _Unit(_PLAIN, 1, (tuple(_Segment(n, tensors[n].dtype, range(tensors[n].numel())) for n in names),))
 
 
 def _seeded(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
