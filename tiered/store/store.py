@@ -268,6 +268,12 @@ class Store(TensorMapping):
         return self._generations.root.store_uuid.hex()
 
     @property
+    def run(self) -> str:
+        """The identity of all that commit together, in 32 hex digits: of the ranks' stores, on one rank the ``uuid``."""
+        member = self._parts.confirmation.member
+        return self.uuid if member is None or not member.run else member.run.hex()
+
+    @property
     def state(self) -> dict[str, Any]:
         """The state that was committed with ``generation``; a copy."""
         return committed_state(self._generations.root.state)[0]

@@ -19,7 +19,7 @@ from tiered.units import parse_bytes
 from tiered.zero import SGD, AdamW, Lion
 from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
 
-__all__ = ["Arguments", "choose_optimizer", "refuse"]
+__all__ = ["Arguments", "choose_optimizer", "refuse", "refuse_other_ranks"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _OF_THE_STORE = ("dram", "device_memory", "durable", "engine", "external")
@@ -151,7 +151,7 @@ _SWITCHES = {
     "use_liger_kernel": "its kernels take addresses of parameters, whose bytes move; expected use_liger_kernel=False",
     "deepspeed": "tiered is in its place; expected no deepspeed config: docs/deepspeed.md has what its keys become",
     "fsdp": "tiered is in its place; expected no fsdp",
-    "parallelism_config": "this release shards on one rank; expected none",
+    "parallelism_config": "tiered shards over all ranks, each with batches of its own; expected none",
 }
 
 
@@ -160,10 +160,10 @@ def refuse(training: Any, tiered: Arguments) -> None:
     for name, reason in _SWITCHES.items():
         if getattr(training, name, None):
             raise UsageError(f"TrainingArguments({name}={getattr(training, name)!r}): {reason}")
-    if training.n_gpu > 1 or training.world_size > 1:
+    if training.n_gpu > 1:
         raise UsageError(
-            f"TrainingArguments with n_gpu={training.n_gpu}, world_size={training.world_size}: this release trains on"
-            " one device and one rank; expected one, such as CUDA_VISIBLE_DEVICES=0"
+            f"TrainingArguments with n_gpu={training.n_gpu}: a process trains on one device; expected a rank for each,"
+            f" by torchrun --nproc-per-node {training.n_gpu}, or one device, such as CUDA_VISIBLE_DEVICES=0"
         )
     if tiered.update == "backward" and training.max_grad_norm > 0:
         raise UsageError(
@@ -187,6 +187,29 @@ def refuse(training: Any, tiered: Arguments) -> None:
             raise UsageError(
                 f"the store {directory} lies in {inside}, which save_total_limit may delete; expected another place"
             )
+
+
+def refuse_other_ranks(training: Any, store: Store) -> None:
+    """Raise UsageError unless ``store`` is of the ranks that the TrainingArguments ``training`` train over."""
+    ranks = store.ranks
+    of_store = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+    expected = (training.process_index, training.world_size)
+    if of_store == expected:
+        return
+    if expected[1] == 1:
+        next_step = (
+            "the script started by torchrun or accelerate launch, whose variables RANK and WORLD_SIZE accelerate reads,"
+            " or tiered.Store(..., process_group=False) for a run of this process alone"
+        )
+    else:
+        next_step = (
+            "Arguments(store=) with the store's directories, or a tiered.Store that is opened once the process group is"
+            " there, which TrainingArguments(...) makes, and without process_group="
+        )
+    raise UsageError(
+        f"this process is rank {expected[0]} of {expected[1]} to accelerate, and rank {of_store[0]} of {of_store[1]} to"
+        f" {store!r}; expected {next_step}"
+    )
 
 
 _KNOWN = ("adamw_torch_fused", "adamw_torch", "sgd", "lion_32bit")

@@ -107,7 +107,10 @@ _of_store: weakref.WeakKeyDictionary[Store, weakref.ref[RunState]] = weakref.Wea
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The commit that a checkpoint folder stands for: its store, its generation, and how many steps it has."""
+    """The commit that a checkpoint folder stands for: its store, its generation, and how many steps it has.
+
+    Over ranks ``store`` is the identity of the run of all: each of them knows the folder as its own.
+    """
 
     store: str
     generation: int
@@ -116,7 +119,7 @@ class Pointer:
     @classmethod
     def of(cls, store: Store, step: int) -> Pointer:
         """Return the pointer to the last commit of ``store``."""
-        return cls(store.uuid, store.generation, step)
+        return cls(store.run, store.generation, step)
 
     def write(self, folder: Path) -> None:
         """Write the pointer into ``folder``, whole or not at all."""
@@ -160,8 +163,8 @@ def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bo
         return str(_folder_of_step(output_dir, store))
     given = Path(wanted)
     pointer, last = Pointer.read(given), get_last_checkpoint(given.parent) if given.parent.is_dir() else None
-    if pointer is not None and pointer.store != store.uuid:
-        raise UsageError(f"{given} belongs to the store {pointer.store}; {there} and is {store.uuid}")
+    if pointer is not None and pointer.store != store.run:
+        raise UsageError(f"{given} belongs to the store {pointer.store}; {there} and is {store.run}")
     if pointer == Pointer.of(store, step):
         return str(given)
     if last is not None and given.resolve() == Path(last).resolve() and given.parent.resolve() == output_dir.resolve():

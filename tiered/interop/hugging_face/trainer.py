@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tiered.errors import UsageError
-from tiered.interop.hugging_face.arguments import Arguments, choose_optimizer, refuse
+from tiered.interop.hugging_face.arguments import Arguments, choose_optimizer, refuse, refuse_other_ranks
 from tiered.interop.hugging_face.checkpoint import Pointer, RunNow, RunState, folder_to_resume
 from tiered.interop.hugging_face.model_files import load_files
 from tiered.loader.random_parts import BatchDraws
+from tiered.ranks.ranks import phase
 from tiered.store.store import Store
 from tiered.zero import accumulate, clip_grad_norm_
 from tiered.zero.engine import Engine
@@ -42,6 +43,8 @@ class TrainerMixin:
     save, it commits: a checkpoint folder has a pointer to the commit and ``trainer_state.json``, and no weights, which
     ``save_model`` or ``Arguments(export=True)`` write. The store keeps the last commit alone, so
     ``resume_from_checkpoint=True`` goes on from there with the bits of the undisturbed run; an older folder is refused.
+
+    Over ranks, as torchrun starts them, each has a Trainer: all construct it, train, evaluate and save together.
 
     Raises UsageError for TrainingArguments that cannot be followed, each by its name; CapacityError for a budget that
     is too small, with the smallest one that works. ``close`` gives a store back that was opened here; a Trainer that is
@@ -76,6 +79,7 @@ class TrainerMixin:
             self._closer = weakref.finalize(self, self.store.close, commit=False)
             self._closer.atexit = False  # order: the store itself ends before that, and knows what to say
         try:
+            refuse_other_ranks(self.args, self.store)
             self._shard()
         except BaseException:
             self.close()
@@ -201,7 +205,9 @@ class TrainerMixin:
         gone.
         """
         output_dir = Path(self.args.output_dir)
-        folder = folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
+        folder = self._in_turn(
+            lambda: folder_to_resume(resume_from_checkpoint, output_dir, self.store, is_live=self._is_live)
+        )
         self._resumed_random, self._resumed_facts = None, {}
         if self.store.durable:
             self._run.best = None
@@ -211,6 +217,20 @@ class TrainerMixin:
             if self.store.durable:
                 self._run.keep()  # this object may be gone when the store is closed
 
+    def _in_turn(self, find: Callable[[], Any]) -> Any:
+        """Return what ``find`` returns, which may make a folder: rank 0's first, then one of each machine, then others.
+
+        Over ranks all call it together; an error of one is raised on all.
+        """
+        if self.store.ranks is not None and self.store.durable:
+            self.store.ranks.rejoin("Trainer.train()")  # also after an abandoned step, which is over then
+        index, local_index = self.args.process_index, self.args.local_process_index
+        own, found = 0 if index == 0 else 1 if local_index == 0 else 2, None
+        for turn in range(3):
+            with phase(self.store.ranks, "Trainer.train()"):
+                found = find() if turn == own else found
+        return found
+
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Write the folder, then commit, then point to the commit."""
         super()._save_checkpoint(*arguments, **options)  # type: ignore[misc]
@@ -218,23 +238,45 @@ class TrainerMixin:
             return
         step = self.state.global_step
         self.store.commit({"step": step})
-        Pointer.of(self.store, step).write(Path(self.args.output_dir) / f"checkpoint-{step}")
+        if self.args.should_save:
+            Pointer.of(self.store, step).write(Path(self.args.output_dir) / f"checkpoint-{step}")
 
     @property
     def _commits(self) -> bool:
         return bool(self.store.durable and not self.args.save_only_model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model's files; not where a checkpoint has them in the store."""
+        """Write the model's files; not where a checkpoint has them in the store. All ranks together, rank 0 writes."""
         if _internal_call and self._commits and not self._exports:
             assert output_dir is not None
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            if self.args.should_save:
+                Path(output_dir).mkdir(parents=True, exist_ok=True)
             return
         self._bring_back()
         if _internal_call and self._reads_best_files:
-            self.model.save_pretrained(output_dir, save_original_format=False)
+            save = self.model.save_pretrained
+            self._write(lambda state: save(output_dir, state_dict=state, save_original_format=False))
             return
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the files of the model, and what stands beside them; ``state_dict`` has its values, or is None."""
+        write = super()._save  # type: ignore[misc]
+        self._write(lambda state: write(output_dir, state), state_dict)
+
+    def _write(self, write: Callable[[Any], object], state: Any = None) -> None:
+        """Call ``write`` with the values of the model, which all ranks gather and rank 0 alone writes.
+
+        It is given None where the model's own ``state_dict`` has the values. An error of rank 0 is raised on all.
+        """
+        ranks = self.store.ranks
+        if ranks is not None and state is None:
+            state = self.model.state_dict()
+        if not self.args.should_save:
+            state = None  # lifetime: a copy of the whole model, while rank 0 writes
+        with phase(ranks, "Trainer.save_model()"):
+            if self.args.should_save:
+                write(state)
 
     @property
     def _exports(self) -> bool:
