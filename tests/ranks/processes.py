@@ -7,6 +7,7 @@ kills by pid what does not answer within its own limit.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import select
@@ -184,16 +185,25 @@ class Ranks:
 class StartedRanks(Ranks):
     """Ranks that a Python of their own forks, for training: autograd's threads for devices survive no fork.
 
-    ``python`` is the command that starts one, such as a WarmPython's; cases of tests.ranks.training and plain.
+    ``python`` is the command that starts one, such as a WarmPython's; ``cases`` are modules of tests.ranks.
     """
 
-    def __init__(self, world: int, python: str, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        world: int,
+        python: str,
+        *,
+        limit_s: float,
+        cases: tuple[str, ...] = ("commits", "constructed", "plain", "training"),
+    ) -> None:
         self.world, self.limit_s = world, limit_s
         self._directory = tempfile.TemporaryDirectory(prefix="tiered-")
         self.statuses: dict[int, int] = {}
         command = [python, "-m", "tests.ranks.processes", str(world), str(Path(self._directory.name, "store"))]
         self._processes = [
-            subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, bufsize=0)
+            subprocess.Popen(
+                [*command, str(rank), *cases], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT, bufsize=0
+            )
             for rank in range(world)
         ]
         self.pids = [process.pid for process in self._processes]
@@ -262,8 +272,10 @@ def _as_interpreter(code: object) -> int:
 
 def _main() -> None:
     """Serve as one of StartedRanks: requests come on standard input, results go where standard output was."""
-    from tests.ranks import commits, constructed, plain, processes, training  # noqa: F401  # their cases
+    from tests.ranks import processes  # as its name, and not as the program, it knows the cases
 
+    for name in sys.argv[4:]:
+        importlib.import_module(f"tests.ranks.{name}")
     world, store, rank = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     out = os.dup(1)
     os.dup2(2, 1)

@@ -269,7 +269,7 @@ class Store(TensorMapping):
 
     @property
     def run(self) -> str:
-        """The identity of all that commit together, in 32 hex digits: of the ranks' stores, on one rank the ``uuid``."""
+        """The identity of all stores that commit together, in 32 hex digits; on one rank it is ``uuid``."""
         member = self._parts.confirmation.member
         return self.uuid if member is None or not member.run else member.run.hex()
 

@@ -1,0 +1,220 @@
+"""Cases of transformers' Trainer over ranks: tiered.hf.Trainer, and the plain one over DistributedDataParallel.
+
+As a program, by torchrun, it is a script that goes on where it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
+
+import tiered
+from tests.interop.small_models import Tokens, build, history, training_arguments
+from tests.ranks.processes import case
+from tests.ranks.training import digests_of
+from tests.reference import Trained, _clip
+from tiered.zero.parameters.parameter import TieredParameter
+
+__all__: list[str] = []
+
+OPTIONS: dict[str, Any] = {
+    "gradient_accumulation_steps": 4, "max_steps": 5, "max_grad_norm": 0.5, "per_device_eval_batch_size": 1
+}  # fmt: skip
+"""A pass over the 22 items is a step of four batches and one of two, of which accelerate fills up the last."""
+
+
+class StoppedError(Exception):
+    """The test ends the run on all ranks."""
+
+
+class Watch(TrainerCallback):
+    """Counts exchanges; inside of a step, with gradients pending, it kills rank 1, or stops all ranks."""
+
+    def __init__(self, kills: int, stops: int) -> None:
+        self.exchanges: list[int] = []  # that were asked for by the end of each micro-step's backward
+        self._kills, self._stops = kills, stops
+        self._num_exchanges = 0
+
+    def look_at(self, ranks: Any) -> None:
+        """Count what ``ranks`` are asked for from here on."""
+        asked = ranks.comm_thread._ask
+
+        def ask(task: Any) -> Any:
+            self._num_exchanges += task.text.startswith("exchange")
+            return asked(task)
+
+        ranks.comm_thread._ask = ask
+
+    def on_substep_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.exchanges.append(self._num_exchanges)
+        if state.global_step == self._kills and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self._stops:
+            raise StoppedError
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.exchanges.append(self._num_exchanges)
+
+
+class _Losses:
+    """Keeps the loss of each micro-step; put it before a Trainer."""
+
+    def training_step(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(*arguments, **options)  # type: ignore[misc]
+        vars(self).setdefault("losses", []).append(loss.item())
+        return loss
+
+
+class Tiered(_Losses, tiered.hf.Trainer):
+    """tiered's, with the losses."""
+
+
+class Plain(_Losses, transformers.Trainer):  # type: ignore[misc]
+    """transformers' own, over DistributedDataParallel, which clips by the norms of the ranks' pieces of parameters."""
+
+    pieces: dict[str, list[tuple[int, int]]]
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        named = [(n.removeprefix("module."), p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        whole = {name: [(0, gradient.numel())] for name, gradient in named}
+        pieces = [(whole | self.pieces)[name] for name, _ in named]
+        return _clip([gradient for _, gradient in named], self.args.max_grad_norm, pieces)
+
+
+def adapted(model: Any) -> Any:
+    """Return ``model`` under adapters of PEFT."""
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Have accelerate know of the ranks, as torchrun tells of them."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with mock.patch.dict(os.environ, names):
+        try:
+            yield
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def of_both(args: Any) -> dict[str, Any]:
+    return {"args": args, "train_dataset": Tokens(), "eval_dataset": Tokens(5, 1)}
+
+
+def run(
+    path: str, *, model: str = "gpt2", resume: bool = False, kills: int = -1, stops: int = -1, **options: Any
+) -> dict[str, Any]:
+    """Train by tiered.hf.Trainer in a store of ``path``; return what was logged, and digests, {} for a stopped run.
+
+    ``model``: "lora" has adapters in the store, "lora beside" adds them to the sharded model.
+    """
+    args, watch = training_arguments(Path(path, "out"), **OPTIONS | options), Watch(kills, stops)
+    with contextlib.ExitStack() as stack:
+        built, store = build("llama" if "lora" in model else model), Path(path, "store")
+        if model == "lora beside":
+            store = stack.enter_context(tiered.Store(store, dram="128MiB"))
+            built = tiered.shard(built.requires_grad_(False), store)
+        built = adapted(built) if "lora" in model else built
+        tiered_options = {"store": store} | ({} if model == "lora beside" else {"dram": "128MiB"})
+        trainer = Tiered(model=built, callbacks=[watch], tiered=tiered_options, **of_both(args))
+        stack.callback(trainer.close)
+        watch.look_at(trainer.store.ranks)
+        torch.set_num_threads(1)
+        with contextlib.suppress(StoppedError):
+            trainer.train(resume_from_checkpoint=resume)
+            trainer.save_model(str(Path(path, "files")))
+            named: Any = [(n, p) for n, p in built.named_parameters() if isinstance(p, TieredParameter)]
+            return outcome(trainer) | {
+                "exchanges": watch.exchanges,
+                "units": len({p.segment.unit for _, p in named if p.requires_grad}),
+                "pieces": {name: (p.segment.stretch.start, p.segment.stretch.stop) for name, p in named},
+            }
+    return {}
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Return what both Trainers have, and how many modules accelerate has wrapped."""
+    modules = [each for model in (trainer.model_wrapped, trainer.model) for each in model.modules()]
+    predicted = torch.from_numpy(trainer.predict(Tokens(3, 2)).predictions)
+    parameters = {**trainer.model.state_dict(), "predictions": predicted}
+    return {
+        "digests": digests_of(Trained(parameters=parameters)),
+        "losses": trainer.losses,
+        "history": history(trainer),
+        "best": trainer.state.best_global_step,
+        "wrapped": sum(isinstance(each, DistributedDataParallel) for each in modules),
+    }
+
+
+@case
+def train(send: Callable[[Any], None], *, path: str, **options: Any) -> Any:
+    """Train over all ranks; return what ``run`` does."""
+    with told():
+        return run(path, **options)
+
+
+@case
+def train_plain_trainer(
+    send: Callable[[Any], None], *, path: str, pieces: dict[str, list[tuple[int, int]]], model: str, **options: Any
+) -> Any:
+    """Train over DistributedDataParallel, as one would without tiered."""
+    with told():
+        built = adapted(build("llama")) if "lora" in model else build(model)
+        trainer = Plain(model=built, **of_both(training_arguments(Path(path), **OPTIONS | options)))
+        trainer.pieces = pieces
+        trainer.train()
+        return outcome(trainer)
+
+
+@case
+def refuse(send: Callable[[Any], None], *, kind: str, path: str) -> str:
+    """Make, or use, a Trainer that cannot work over ranks; return the error, "" for none."""
+    own = contextlib.nullcontext() if kind == "not told" else told()
+    try:
+        with own, contextlib.ExitStack() as stack:
+            store: Any = Path(path, "store")
+            if kind == "alone":
+                store = stack.enter_context(
+                    tiered.Store(f"{path}/{dist.get_rank()}", dram="64MiB", process_group=False)
+                )
+            args = training_arguments(Path(path, "out"), **OPTIONS)
+            trainer = tiered.hf.Trainer(model=build("gpt2"), tiered={"store": store}, **of_both(args))
+            stack.callback(trainer.close)
+            if kind == "older folder":
+                trainer.train(resume_from_checkpoint=f"{path}/out/checkpoint-2")
+    except (tiered.UsageError, tiered.RankLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return ""
+
+
+def _main() -> None:
+    """Be the script: ``path``, where it goes on if it has been there, and the step in which rank 1 is killed."""
+    path, kills = sys.argv[1], int(sys.argv[2])
+    is_again = any(Path(path, "out").glob("checkpoint-*"))
+    found = run(path, resume=is_again, kills=-1 if is_again else kills)
+    if dist.get_rank() == 0:
+        print(json.dumps(found | {"went on": is_again}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()
