@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import (
@@ -20,7 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
-__all__ = ["MODELS", "Tokens", "build", "history", "same_state", "state_of", "training_arguments"]
+__all__ = ["MODELS", "Masked", "Tokens", "build", "history", "same_state", "state_of", "training_arguments"]
 
 VOCAB = 64
 NUM_ITEMS = 22  # with batches of 2 and windows of 2: six steps in an epoch, the last one of a single batch
@@ -40,6 +42,16 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         draw = torch.Generator().manual_seed(1000 * self._seed + index)
         tokens = torch.randint(VOCAB, (12,), generator=draw)
         return {"input_ids": tokens, "labels": tokens}
+
+
+class Masked(Tokens):
+    """Items that draw which tokens they hide, from all three generators of the process."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        tokens = row["input_ids"].clone()
+        tokens[[int(torch.randint(12, ())), random.randrange(12), np.random.randint(12)]] = 0
+        return row | {"input_ids": tokens}
 
 
 def _gpt2() -> nn.Module:

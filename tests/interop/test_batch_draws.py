@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,22 +15,21 @@ import transformers
 from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
 
 import tiered
-from tests.interop.small_models import NUM_ITEMS, Tokens, build, history, same_state, state_of, training_arguments
+from tests.interop.small_models import (
+    NUM_ITEMS,
+    Masked,
+    Tokens,
+    build,
+    history,
+    same_state,
+    state_of,
+    training_arguments,
+)
 from tests.interop.test_trainer import Stop, StoppedError
 from tests.store.places import quick_directory
 from tests.zero.training import debug_store
 
 pytestmark = pytest.mark.usefixtures("ended_workers")
-
-
-class Masked(Tokens):
-    """Items that draw which tokens they hide, from all three generators of the process."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = super().__getitem__(index)
-        tokens = row["input_ids"].clone()
-        tokens[[int(torch.randint(12, ())), random.randrange(12), np.random.randint(12)]] = 0
-        return row | {"input_ids": tokens}
 
 
 class MaskedByOwn(Tokens):

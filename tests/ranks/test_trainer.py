@@ -21,8 +21,7 @@ from tests.ranks.training import digests_of
 from tests.reference import Trained
 from tests.rigs.warm_python import WarmPython
 
-_MODULES = ("accelerate", "peft", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2",
-            "transformers.models.llama.modeling_llama", "transformers.models.bert.modeling_bert")  # fmt: skip
+_MODULES = ("accelerate", "peft", "transformers.trainer", "tests.interop.small_models")
 _ROOT = Path(__file__).parents[2]
 
 
@@ -127,6 +126,7 @@ def test_the_best_weights_are_written_by_one_rank_and_loaded_by_all(ranks: Ranks
     [
         ("alone", r"rank [01] of 2 to accelerate, and rank 0 of 1 to .*opened once the process group is there"),
         ("not told", r"rank 0 of 1 to accelerate, and rank [01] of 2 to .*torchrun"),
+        ("uneven", "even_batches=False.*dataloader_drop_last=True"),
         ("older folder", "keeps the weights of its last commit alone"),
     ],
 )
@@ -136,3 +136,9 @@ def test_what_cannot_work_over_ranks_is_refused_by_name_on_all(
     path = undisturbed("gpt2")[1] if kind == "older folder" else tmp_path
     for each in ranks.run("refuse", kind=kind, path=str(path)):
         assert re.search(f"UsageError: .*{text}", each), each
+
+
+def test_a_process_that_accelerate_knows_as_the_only_one_trains_in_a_store_of_its_own(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert ranks.run("refuse", kind="alone, not told", path=str(tmp_path)) == ["", ""]

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 import tiered
-from tests.interop.small_models import Tokens, build, history, training_arguments
+from tests.interop.small_models import Masked, Tokens, build, history, training_arguments
 from tests.ranks.processes import case
 from tests.ranks.training import digests_of
 from tests.reference import Trained, _clip
@@ -115,7 +115,7 @@ def told() -> Iterator[None]:
 
 
 def of_both(args: Any) -> dict[str, Any]:
-    return {"args": args, "train_dataset": Tokens(), "eval_dataset": Tokens(5, 1)}
+    return {"args": args, "train_dataset": Masked(), "eval_dataset": Tokens(5, 1)}
 
 
 def run(
@@ -185,20 +185,20 @@ def train_plain_trainer(
 
 @case
 def refuse(send: Callable[[Any], None], *, kind: str, path: str) -> str:
-    """Make, or use, a Trainer that cannot work over ranks; return the error, "" for none."""
-    own = contextlib.nullcontext() if kind == "not told" else told()
+    """Make and use a Trainer, most of which cannot work over ranks; return the error, "" for none."""
+    own = contextlib.nullcontext() if kind.endswith("not told") else told()
     try:
         with own, contextlib.ExitStack() as stack:
             store: Any = Path(path, "store")
-            if kind == "alone":
+            if kind.startswith("alone"):
                 store = stack.enter_context(
                     tiered.Store(f"{path}/{dist.get_rank()}", dram="64MiB", process_group=False)
                 )
-            args = training_arguments(Path(path, "out"), **OPTIONS)
+            changes = {"uneven": {"accelerator_config": {"even_batches": False}}, "alone, not told": {"max_steps": 1}}
+            args = training_arguments(Path(path, f"out{dist.get_rank()}"), **OPTIONS | changes.get(kind, {}))
             trainer = tiered.hf.Trainer(model=build("gpt2"), tiered={"store": store}, **of_both(args))
             stack.callback(trainer.close)
-            if kind == "older folder":
-                trainer.train(resume_from_checkpoint=f"{path}/out/checkpoint-2")
+            trainer.train(resume_from_checkpoint=f"{path}/out/checkpoint-2" if kind == "older folder" else None)
     except (tiered.UsageError, tiered.RankLostError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

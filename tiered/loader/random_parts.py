@@ -226,7 +226,8 @@ class BatchDraws(BatchSampler):
         place = place_of(loader)
         self._sampler: Any = getattr(loader, place)
         self._random = parts_of(loader, loads_again=False)
-        innermost = getattr(self._sampler, "sampler", self._sampler)
+        of_ranks = getattr(self._sampler, "batch_sampler", self._sampler)  # accelerate's, over several
+        innermost = getattr(of_ranks, "sampler", of_ranks)
         is_known = type(innermost).__module__.startswith(("torch.", "accelerate.", "transformers."))
         self._watch = None if is_known else OrderWatch(innermost)  # the known draw before their first item alone
         self._start: list[dict[str, Any]] = []  # the states when the sampler was made, and when it first drew

@@ -165,6 +165,13 @@ def refuse(training: Any, tiered: Arguments) -> None:
             f"TrainingArguments with n_gpu={training.n_gpu}: a process trains on one device; expected a rank for each,"
             f" by torchrun --nproc-per-node {training.n_gpu}, or one device, such as CUDA_VISIBLE_DEVICES=0"
         )
+    config = training.accelerator_config
+    if training.world_size > 1 and not (config.even_batches or training.dataloader_drop_last):
+        raise UsageError(
+            "TrainingArguments(accelerator_config=...) with even_batches=False: some of the"
+            f" {training.world_size} ranks would have a batch less than others, who wait for them; expected"
+            " even_batches=True, or dataloader_drop_last=True"
+        )
     if tiered.update == "backward" and training.max_grad_norm > 0:
         raise UsageError(
             f'Arguments(update="backward") uses gradients before a norm of all is known, and max_grad_norm is'
