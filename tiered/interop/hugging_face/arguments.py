@@ -33,11 +33,11 @@ class Arguments:
     opened when the Trainer is made. It must not lie in a ``checkpoint-N`` folder, which rotation deletes. ``dram``,
     ``device_memory``, ``durable``, ``engine`` and ``external`` are the store's, and are only for paths.
 
-    ``unit``, ``weights``, ``activations``, ``hold`` and ``update_on`` are those of ``tiered.shard``. ``param_dtype``: a
-    dtype, "bf16", "fp32", "fp16", None for the model's own, or "auto": bf16 under ``TrainingArguments(bf16=True)``,
-    where masters are fp32 and there is no autocast; else the model's own. ``update`` and ``state`` are those of
-    ``tiered.AdamW``. ``export``: whether each checkpoint folder has the model's files, too; without it the store alone
-    has the weights, those of the last commit.
+    ``unit``, ``weights``, ``activations``, ``hold``, ``update_on`` and ``stage`` are those of ``tiered.shard``.
+    ``param_dtype``: a dtype, "bf16", "fp32", "fp16", None for the model's own, or "auto": bf16 under
+    ``TrainingArguments(bf16=True)``, where masters are fp32 and there is no autocast; else the model's own. ``update``
+    and ``state`` are those of ``tiered.AdamW``. ``export``: whether each checkpoint folder has the model's files, too;
+    without it the store alone has the weights, those of the last commit.
 
     Raises TypeError for an unknown name, with a likely one, and TypeError, ValueError and UsageError for values that
     cannot be meant.
@@ -55,6 +55,7 @@ class Arguments:
     activations: Any = "auto"
     hold: int | str = "auto"
     update_on: str = "auto"
+    stage: int = 3
     update: str = "step"
     state: str = "exact"
     export: bool = False
@@ -87,6 +88,7 @@ class Arguments:
         _one_of("update", self.update, ("step", "backward"))
         _one_of("state", self.state, ("exact", "compact"))
         _one_of("update_on", self.update_on, ("auto", "cpu", "device"))
+        _one_of("stage", self.stage, (1, 2, 3))
         for name in ("durable", "export"):
             _one_of(name, getattr(self, name), (True, False))
 
@@ -126,7 +128,7 @@ class Arguments:
         dtype = self.param_dtype
         if dtype == "auto":
             dtype = torch.bfloat16 if bf16 else None
-        names = ("unit", "weights", "activations", "hold", "update_on")
+        names = ("unit", "weights", "activations", "hold", "update_on", "stage")
         chosen = {name: getattr(self, name) for name in names}
         return chosen | {"param_dtype": _DTYPES[dtype] if isinstance(dtype, str) else dtype}
 
