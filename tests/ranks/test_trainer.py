@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -64,6 +65,7 @@ def test_bits_of_the_trainer_over_distributed_data_parallel(undisturbed: Any, ra
     for each in found:  # the first step of a pass has four batches, the second two
         units, counts = each["units"], [0, *each["exchanges"]]
         assert [b - a for a, b in pairwise(counts)] == ([0, 0, 0, units, 0, units] * 3)[: len(counts) - 1]
+    assert [each["copied"] > 0 for each in found] == [True, False], "the model was copied on the rank that writes it"
     written = load_file(path / "files" / "model.safetensors")
     assert digests_of(Trained(parameters=written)).items() <= found[0]["digests"].items()
 
@@ -84,8 +86,10 @@ def test_bits_of_adapters_in_a_run_that_stops_and_goes_on(
     whole, path = undisturbed(model)
     assert_as_plain(model, whole, ranks, tmp_path / "plain")
     assert (path / "files" / "adapter_model.safetensors").exists()
-    assert ranks.run("train", path=str(tmp_path / "run"), model=model, stops=3) == [{}, {}]
-    assert_goes_on(whole, ranks.run("train", path=str(tmp_path / "run"), model=model, resume=True))
+    options: dict[str, Any] = {"path": str(tmp_path / "run"), "model": model, "stage": 2}  # which changes no bit
+    assert ranks.run("train", **options, stops=3) == [{}, {}]
+    shutil.rmtree(tmp_path / "run" / "out" / "checkpoint-2")  # one rank makes it again, and both resume from it
+    assert_goes_on(whole, ranks.run("train", **options, resume=True))
 
 
 def assert_goes_on(whole: list[Any], rest: list[Any]) -> None:

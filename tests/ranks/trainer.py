@@ -29,6 +29,7 @@ from tests.ranks.processes import case
 from tests.ranks.training import digests_of
 from tests.reference import Trained, _clip
 from tiered.zero.parameters.parameter import TieredParameter
+from tiered.zero.state_dict_copies import StateDictCopies
 
 __all__: list[str] = []
 
@@ -114,12 +115,33 @@ def told() -> Iterator[None]:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@contextlib.contextmanager
+def copied() -> Iterator[list[int]]:
+    """Lend the number of bytes that ``state_dict()`` copies meanwhile, in a list."""
+    nbytes, real = [0], StateDictCopies.copy
+
+    def copy(self: StateDictCopies, segment: Any, values: torch.Tensor) -> torch.Tensor:
+        found = real(self, segment, values)
+        nbytes[0] += 0 if found.is_meta else found.nbytes
+        return found
+
+    with mock.patch.object(StateDictCopies, "copy", copy):
+        yield nbytes
+
+
 def of_both(args: Any) -> dict[str, Any]:
     return {"args": args, "train_dataset": Masked(), "eval_dataset": Tokens(5, 1)}
 
 
 def run(
-    path: str, *, model: str = "gpt2", resume: bool = False, kills: int = -1, stops: int = -1, **options: Any
+    path: str,
+    *,
+    model: str = "gpt2",
+    resume: bool = False,
+    kills: int = -1,
+    stops: int = -1,
+    stage: int = 3,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train by tiered.hf.Trainer in a store of ``path``; return what was logged, and digests, {} for a stopped run.
 
@@ -132,17 +154,19 @@ def run(
             store = stack.enter_context(tiered.Store(store, dram="128MiB"))
             built = tiered.shard(built.requires_grad_(False), store)
         built = adapted(built) if "lora" in model else built
-        tiered_options = {"store": store} | ({} if model == "lora beside" else {"dram": "128MiB"})
+        tiered_options = {"store": store} | ({} if model == "lora beside" else {"dram": "128MiB", "stage": stage})
         trainer = Tiered(model=built, callbacks=[watch], tiered=tiered_options, **of_both(args))
         stack.callback(trainer.close)
         watch.look_at(trainer.store.ranks)
         torch.set_num_threads(1)
         with contextlib.suppress(StoppedError):
             trainer.train(resume_from_checkpoint=resume)
-            trainer.save_model(str(Path(path, "files")))
+            with copied() as nbytes:
+                trainer.save_model(str(Path(path, "files")))
             named: Any = [(n, p) for n, p in built.named_parameters() if isinstance(p, TieredParameter)]
             return outcome(trainer) | {
                 "exchanges": watch.exchanges,
+                "copied": nbytes[0],
                 "units": len({p.segment.unit for _, p in named if p.requires_grad}),
                 "pieces": {name: (p.segment.stretch.start, p.segment.stretch.stop) for name, p in named},
             }

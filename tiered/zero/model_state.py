@@ -28,7 +28,16 @@ from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.parameters.unit_collectives import UnitCollectives
 from tiered.zero.state_dict_copies import memory_for_copies
 
-__all__ = ["ModelState", "ModelValues", "RandomState", "check_added", "hook_state_dicts", "opened", "refuse_missing"]
+__all__ = [
+    "ModelState",
+    "ModelValues",
+    "RandomState",
+    "check_added",
+    "gather_for_others",
+    "hook_state_dicts",
+    "opened",
+    "refuse_missing",
+]
 
 
 MAX_ADDED_NBYTES = 64 << 20
@@ -252,7 +261,7 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
             calls.end()  # one before this failed in the middle, in a hook of the caller's say
         if not calls.num_calls:
             engine.check_idle("state_dict()")
-            memory = None if calls.only_looks else _memory_for(module, engine)
+            memory = None if calls.only_looks or calls.only_gathers else _memory_for(module, engine)
         calls.enter(memory)
 
     def end_state_dict(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -290,6 +299,21 @@ def hook_state_dicts(model: nn.Module, engine: Engine) -> None:
         module.register_state_dict_post_hook(end_state_dict)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(begin_load)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(end_load)  # type: ignore[no-untyped-call]
+
+
+def gather_for_others(model: nn.Module, engines: Iterable[Engine]) -> None:
+    """Take part in the ``model.state_dict()`` of other ranks, which have called it; nothing of it is kept here. Blocks.
+
+    ``engines`` are those of the model's units. Raises what ``state_dict()`` does.
+    """
+    calls = [engine.phase.state_dicts for engine in engines]
+    for each in calls:
+        each.only_gathers = True
+    try:
+        model.state_dict()
+    finally:
+        for each in calls:
+            each.only_gathers = False
 
 
 def _memory_for(module: nn.Module, engine: Engine) -> FileMemory | None:

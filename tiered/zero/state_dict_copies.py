@@ -23,17 +23,17 @@ LEAST_IN_FILE_NBYTES = 64 << 20
 class StateDictCopies:
     """The calls of ``state_dict()`` that are under way, each module's inside its parent's.
 
-    ``num_calls`` nest now. ``only_looks``: the calls give meta tensors, and no parameter is read. Invariant: outside of
-    the calls there are no copies.
+    ``num_calls`` nest now. ``only_looks``: the calls give meta tensors, and no parameter is read; ``only_gathers``: the
+    same, but parameters are gathered for the other ranks. Invariant: outside of the calls there are no copies.
     """
 
-    __slots__ = ("_copies", "_memory", "num_calls", "only_looks")
+    __slots__ = ("_copies", "_memory", "num_calls", "only_gathers", "only_looks")
 
     def __init__(self) -> None:
         self._copies: dict[object, torch.Tensor] = {}
         self._memory: FileMemory | None = None
         self.num_calls = 0
-        self.only_looks = False
+        self.only_looks = self.only_gathers = False
 
     def enter(self, memory: FileMemory | None = None) -> None:
         """A call begins; the copies of the outermost one go to ``memory``, or to ordinary memory."""
@@ -56,7 +56,7 @@ class StateDictCopies:
 
     def copy(self, segment: Any, values: torch.Tensor) -> torch.Tensor:
         """Return a copy in DRAM of ``values``; as in torch, the names of a tied one share their memory."""
-        if self.only_looks:
+        if self.only_looks or self.only_gathers:
             looks: torch.Tensor = segment.layout()
             return looks.detach()
         if segment not in self._copies:

@@ -25,7 +25,7 @@ from tiered.ranks.ranks import phase
 from tiered.store.store import Store
 from tiered.zero import accumulate, clip_grad_norm_
 from tiered.zero.engine import Engine
-from tiered.zero.model_state import RandomState
+from tiered.zero.model_state import RandomState, gather_for_others
 from tiered.zero.parameters.parameter import TieredParameter
 from tiered.zero.parameters.unit import Unit
 from tiered.zero.shard import shard
@@ -269,13 +269,13 @@ class TrainerMixin:
 
         It is given None where the model's own ``state_dict`` has the values. An error of rank 0 is raised on all.
         """
-        ranks = self.store.ranks
-        if ranks is not None and state is None:
+        ranks, writes = self.store.ranks, self.args.should_save
+        if ranks is not None and state is None and writes:
             state = self.model.state_dict()
-        if not self.args.should_save:
-            state = None  # lifetime: a copy of the whole model, while rank 0 writes
+        elif ranks is not None and state is None:
+            gather_for_others(self.model, _engines(self.model))
         with phase(ranks, "Trainer.save_model()"):
-            if self.args.should_save:
+            if writes:
                 write(state)
 
     @property
@@ -355,7 +355,7 @@ def place(model: Any, tiered: Arguments, store: Store, training: Any) -> torch.d
         raise UsageError(
             f"the model is sharded into {engines[0].store!r}; expected tiered.hf.Arguments(store=) with that open store"
         )
-    given = tiered.changed("unit", "weights", "activations", "hold", "update_on")
+    given = tiered.changed("unit", "weights", "activations", "hold", "update_on", "stage")
     if given:
         raise UsageError(
             f"tiered.hf.Arguments({given[0]}=) for a model that is sharded already; expected it where that was done, at"
