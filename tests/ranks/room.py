@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.ranks.processes import Here, case
 from tests.ranks.scripted import OnlyIn
 from tiered.errors import CapacityError, RankLostError, UsageError
+from tiered.ranks import group as group_module
 from tiered.ranks.agreement import Agreement
 from tiered.ranks.comm import GlooComm
 from tiered.ranks.comm_thread import CommThread
@@ -179,6 +181,18 @@ def go_on_after_a_departure(send: Any) -> list[str]:
     found.append(" ".join(here.agreement.agree("again", str(here.rank))))
     here.thread.close()
     return found
+
+
+@case
+def stay_quiet(send: Any, *, connect_s: float) -> tuple[str, ...]:
+    """Tell nothing for longer than the ranks had to connect; the watch goes on."""
+    with patch.object(group_module, "_CONNECT_S", connect_s):
+        here = Here.open(None, 30.0, send)
+    threading.Event().wait(1.5 * connect_s)  # nothing comes: that is the case
+    here.watch.check_present()
+    told = here.agreement.agree("still here", str(here.rank))
+    here.thread.close()
+    return told
 
 
 @case

@@ -139,3 +139,7 @@ def test_a_rank_that_dies_as_the_groups_connect_is_an_error_in_time(what: str) -
         assert ranks.wait_for(1) == 9
         seen = ranks.result(0)
         assert f"could not connect the {what} group within 3 s" in seen["text"] and seen["after_s"] < 30
+
+
+def test_ranks_that_tell_nothing_for_long_are_not_missed() -> None:
+    assert run_once(2, "stay_quiet", connect_s=2.0) == [["0", "1"]] * 2

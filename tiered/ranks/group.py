@@ -24,11 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import RankLostError, UsageError
 
-__all__ = ["FIRST_STEP_FACTOR", "Group", "NullGroup"]
+__all__ = ["FIRST_STEP_FACTOR", "WATCH_DEADLINE", "Group", "NullGroup"]
 
 FIRST_STEP_FACTOR = 3.0  # of the deadline, in the first step, which also records the schedule and faults pages in
 _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which says more
-_WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its connection, and a watch receives for ever
+WATCH_DEADLINE = timedelta(days=365)  # a receive that runs out closes its connection, and a watch receives for ever
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ID_NBYTES = 16
 _POLL_S = 0.01
@@ -82,7 +82,7 @@ class Group:
         self._meet(self._name, 0, lambda: None)
         self.control = self._new("control", self._timeout)
         self.commit = self._new("commit", self._timeout)
-        self.watch = self._new("watch", _WATCH_DEADLINE)
+        self.watch = self._new("watch", WATCH_DEADLINE)
         self.data = self._new("data", self._timeout)
         ids = self._boot_ids()
         here = [rank for rank, each in enumerate(ids) if each == ids[self.rank]]

@@ -27,7 +27,7 @@ from tiered.bytes.critical_section import BoundedThread
 from tiered.bytes.exit_and_fork import this_process
 from tiered.bytes.interrupt import INTERRUPTS
 from tiered.errors import CapacityError, DeviceError, RankLostError, StepAbandonedError
-from tiered.ranks.group import Group
+from tiered.ranks.group import WATCH_DEADLINE, Group
 
 __all__ = ["EXIT_STATUS", "Watch", "copy_of", "leave", "words_of"]
 
@@ -223,7 +223,8 @@ class Watch:
         is_open = True
         while is_open:
             try:
-                self._group.watch.recv([buffer], peer, _TAG).wait()
+                # Without a limit of its own a receive has the one of the connecting, whatever the group's became.
+                self._group.watch.recv([buffer], peer, _TAG).wait(WATCH_DEADLINE)
             except RuntimeError:
                 self._note_death(peer)
                 return
