@@ -90,6 +90,15 @@ def _resumes(first: int) -> Iterator[Step]:
         yield Step(resumed.num_kills, resumed.num_inside_commit, resumed.wrong)
 
 
+def _ranks(first: int) -> Iterator[Step]:
+    """One run over two ranks per seed, one of them killed or both, some twenty times."""
+    from bench.rank_kills import KILLS_A_RUN, kill_many
+
+    for seed in itertools.count(first):
+        kills, wrong = kill_many(KILLS_A_RUN, seed)
+        yield Step(len(kills), sum(kill.is_inside_commit for kill in kills), wrong)
+
+
 def _large(first: int) -> Iterator[Step]:
     """A million keys (even seeds), a tensor of more than 2 GiB (odd ones)."""
     from bench import large
@@ -214,6 +223,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "simulated": Campaign("", 1_000_000, _in_processes(_simulated)),
     "kill": Campaign("", 5_000, _kills),
     "resume": Campaign("", 5_000, _resumes),
+    "ranks": Campaign("", 1_000, _ranks),
     "large": Campaign("", 2, _large),
     "soak": Campaign("blkio cgroup", 600, _soak),  # half an hour
     "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),

@@ -2,15 +2,18 @@
 
 usage: python bench/soak.py [--kills 200] [--seed 0]      one campaign of kills, its own table
                             [--update-on cpu|device]    the same on the simulated accelerator
+       python bench/soak.py --ranks N [--kills 200]        training over N ranks, one killed or all at once
        python bench/soak.py --minutes N [--campaign NAME]  go on with campaigns whose counts add up: see campaigns.py
 
-How children are killed is in nursery.py, what is compared in kills.py. The last line is one line of JSON.
+How children are killed is in nursery.py, what is compared in kills.py; rank_kills.py has both for ranks. The last line
+is one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections import Counter
@@ -32,6 +35,7 @@ def main() -> int:
     parser.add_argument("--making", type=int, help="kills while the store is being made (default: a fifth of --kills)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--update-on", default="", choices=("cpu", "device"), help="compute on a simulated accelerator")
+    parser.add_argument("--ranks", type=int, help="kill training over so many ranks")
     parser.add_argument("--directory", help="where to work (default: the temporary directory)")
     parser.add_argument("--minutes", type=float, help="go on for so long with --campaign, or with all, a share each")
     parser.add_argument("--campaign", help="its name in campaigns.py")
@@ -39,6 +43,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.minutes is not None or args.campaign is not None:
         return _go_on(args)
+    if args.ranks is not None:
+        return _kill_ranks(args)
     num_making = max(10, args.kills // 5) if args.making is None else args.making
     start = time.monotonic()
     with campaign_in(args.directory, args.seed, update_on=args.update_on) as campaign:
@@ -54,6 +60,36 @@ def main() -> int:
     }  # fmt: skip
     print(json.dumps(result))
     return 1 if verdict.wrong else 0
+
+
+def _kill_ranks(args: argparse.Namespace) -> int:
+    """Kill runs over ranks, some twenty times each; print a table and one line of JSON."""
+    from bench.rank_kills import KILLS_A_RUN, RankKill, kill_many  # with torch, which the others load in children
+
+    logging.getLogger("tiered").setLevel(logging.CRITICAL)  # survivors say why they leave
+    start, kills, wrong = time.monotonic(), list[RankKill](), list[str]()
+    while len(kills) < args.kills:
+        seed = args.seed + -(-len(kills) // KILLS_A_RUN)
+        found, complaint = kill_many(min(KILLS_A_RUN, args.kills - len(kills)), seed, world=args.ranks)
+        kills += found
+        wrong += [f"seed {seed}: {complaint}"] if complaint else []
+        print(f"seed {seed}: {len(kills)} kills, {complaint or 'nothing lost, the same bits'}", flush=True)
+    print(f"{'struck':<10}{'kills':>7}{'in commit':>11}{'lost':>6}   after a report of -> kills")
+    for name, struck in (
+        ("one rank", [kill for kill in kills if kill.num_victims == 1]),
+        ("all ranks", [kill for kill in kills if kill.num_victims > 1]),
+    ):
+        spread = ", ".join(f"{word}: {num}" for word, num in Counter(kill.after for kill in struck).most_common())
+        inside, lost = sum(kill.is_inside_commit for kill in struck), sum(kill.is_lost for kill in struck)
+        print(f"{name:<10}{len(struck):>7}{inside:>11}{lost:>6}   {spread}")
+    result = {
+        "bench": "soak", "ranks": args.ranks, "kills": len(kills),
+        "one_rank": sum(kill.num_victims == 1 for kill in kills),
+        "inside_commit": sum(kill.is_inside_commit for kill in kills), "lost": sum(kill.is_lost for kill in kills),
+        "wrong": wrong, "seconds": round(time.monotonic() - start, 1),
+    }  # fmt: skip
+    print(json.dumps(result))
+    return 1 if wrong else 0
 
 
 def _go_on(args: argparse.Namespace) -> int:

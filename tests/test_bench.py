@@ -210,3 +210,9 @@ def test_ranks_runs_tiny(warm_python: WarmPython) -> None:
     assert result["gathers"][0]["ratio"] > 0
     assert (result["kills"]["kills"], result["kills"]["wrong"]) == (1, []), output
     assert result["departures"]["departures"] == 4
+
+
+def test_soak_kills_ranks_tiny(warm_python: WarmPython) -> None:
+    result, output = run("soak", "--ranks", "2", "--kills", "4", python=warm_python)
+    assert (result["kills"], result["lost"], result["wrong"]) == (4, 0, []), output
+    assert result["inside_commit"] > 0
