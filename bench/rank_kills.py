@@ -51,7 +51,7 @@ class RankKill:
     after: str  # the last report of the rank that was listened to
     is_inside_commit: bool  # on some rank
     confirmed: int  # the last generation that any rank knew to be confirmed
-    found: int  # the one that the next life opened, the same on all ranks
+    found: int  # the one that the next life opened that came so far
     survivor: str = ""  # what the survivor said, where it did not name a victim
 
     @property
@@ -91,9 +91,10 @@ class _Run:
         self.lives = [*lives, self.last]
         confirmed = 0
         self.kills = []
-        for life, after in zip(lives, self.lives[1:], strict=True):
+        for number, life in enumerate(lives):
             confirmed = max(confirmed, *life.confirmed)
-            self.kills.append(life.kill(confirmed, min(after.found)))
+            found = next(min(after.found.values()) for after in self.lives[number + 1 :] if after.found)
+            self.kills.append(life.kill(confirmed, found))
 
     def _life(self, path: Path, rng: random.Random | None = None) -> _Life:
         life = _Life(self._world)
@@ -108,7 +109,7 @@ class _Run:
             if kill.is_lost or kill.survivor:
                 yield f"kill {number}: {kill}"
         for number, life in enumerate(self.lives):
-            if len(set(life.found)) > 1:
+            if len(set(life.found.values())) > 1:
                 yield f"life {number}: the ranks opened {life.found}"
         for rank in range(self._world):
             expected = dict(self.undisturbed.losses[rank])
@@ -128,7 +129,7 @@ class _Life:
         self.words: list[list[str]] = [[] for _ in range(world)]
         self.losses: list[list[tuple[int, str]]] = [[] for _ in range(world)]
         self.confirmed = [0] * world
-        self.found = [0] * world
+        self.found: dict[int, int] = {}  # rank -> the generation that it has opened
         self.results: list[dict[str, Any]] = [{} for _ in range(world)]
         self.victims: list[int] = []
         self._after = ""

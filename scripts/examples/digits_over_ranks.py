@@ -1,6 +1,6 @@
 """Trains a classifier of handwritten digits over ranks; with --plain in plain torch, to the same bits.
 
-    torchrun --nproc-per-node 2 scripts/examples/digits_over_ranks.py [--plain] [--epochs 4] [--store DIR]
+    torchrun --nproc-per-node 2 scripts/examples/digits_over_ranks.py [--plain] [--epochs 8] [--store DIR]
 
 Rank 0 prints one line of JSON: the accuracy on held-out digits, and a digest of the losses of all steps and ranks. A
 run that is started again goes on from its last commit, to the same digest; without --store nothing is kept.
@@ -28,7 +28,7 @@ NUM_HELD_OUT = 360
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", action="store_true", help="in plain torch, without tiered")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--store", help="a directory on an NVMe drive, where the run is kept")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -61,7 +61,7 @@ def train(
         torch.set_num_threads(1)  # as the plain run has: how threads divide a sum shows in its bits
         optimizer = tiered.AdamW(model.parameters(), lr=1e-2)
         sampler = DistributedSampler(data, drop_last=True)  # as many batches, and other ones, on each rank
-        loader = tiered.resumable(DataLoader(data, batch_size=32, sampler=sampler))
+        loader = tiered.resumable(DataLoader(data, batch_size=64, sampler=sampler))
         store.register("loader", loader)
         losses = store.resume().get("losses", [])
         for epoch in range(loader.epoch, num_epochs):
@@ -83,7 +83,7 @@ def train_plain(
     torch.set_num_threads(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     sampler = DistributedSampler(data, drop_last=True)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    loader = DataLoader(data, batch_size=64, sampler=sampler)
     losses = []
     for epoch in range(num_epochs):
         sampler.set_epoch(epoch)

@@ -28,7 +28,7 @@ def python(tmp_path: Path) -> Iterator[WarmPython]:
 def test_digits_are_learned_to_the_bits_of_plain_torch(python: WarmPython, tmp_path: Path) -> None:
     plain, tiered = _run(python, "--plain"), _run(python)
     assert tiered == plain
-    assert plain["accuracy"] > 0.95
+    assert plain["accuracy"] > 0.94
 
 
 def _run(python: WarmPython, *options: str) -> Any:
