@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +22,11 @@ from tiered.tools.doctor.checks import (
     Outcome,
     check_huge_pages,
     check_io_uring,
+    check_nodes,
     check_open_files,
     machine_checks,
 )
+from tiered.tools.doctor.description import by_drive
 from tiered.tools.doctor.doctor import examine
 from tiered.units import KiB
 
@@ -124,3 +127,31 @@ def test_a_low_limit_on_open_files() -> None:
     finding = found_after(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard)), check_open_files)
     assert finding.outcome is Outcome.BROKEN and "the limit is 64, " in finding.found
     assert finding.mend.startswith("ulimit -n 65536; ")
+
+
+@pytest.mark.parametrize(
+    ("online", "drive", "allowed", "outcome", "text"),
+    [
+        ("0", 0, "0", Outcome.OK, "one NUMA node"),
+        ("0-1", 1, "1", Outcome.OK, "on node 1; this process's memory on node 1"),
+        ("0-1", 1, "0-1", Outcome.SLOWER, "2 NUMA nodes: .* on node 1; this process's memory on nodes 0, 1"),
+        ("0-1", -1, "0-1", Outcome.OK, "not known"),
+    ],
+)
+def test_drives_of_another_node_than_the_memory_are_named(
+    online: str, drive: int, allowed: str, outcome: Outcome, text: str, tmp_path: Path
+) -> None:
+    disk = next(each for name in by_drive([str(tmp_path)]) for each in name.split(", "))
+    for file, content in {
+        "devices/system/node/online": online,
+        "devices/pci0/numa_node": str(drive),
+        "devices/pci0/block/size": "0",
+        "status": f"Cpus_allowed_list:\t0-3\nMems_allowed_list:\t{allowed}\n",
+    }.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(f"{content}\n")
+    (tmp_path / "class" / "block").mkdir(parents=True)
+    (tmp_path / "class" / "block" / disk).symlink_to(tmp_path / "devices" / "pci0" / "block")
+    finding = check_nodes([str(tmp_path)], tmp_path, tmp_path / "status")
+    assert finding.outcome == outcome and re.search(text, finding.found), finding
+    assert ("torchrun --numa-binding=node" in finding.mend) == (outcome == Outcome.SLOWER)

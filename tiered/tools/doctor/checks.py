@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -45,8 +46,8 @@ from tiered.zero.formats.compact_codes import COMPACT_COST, INSTALL_COMPACT
 from tiered.zero.formats.compact_kernels import compile_nothing
 
 __all__ = [
-    "MACHINE", "Checks", "Finding", "Outcome", "broken", "check_drives", "directory_checks", "machine_checks", "ok",
-    "slower",
+    "MACHINE", "Checks", "Finding", "Outcome", "broken", "check_drives", "check_nodes", "directory_checks",
+    "machine_checks", "ok", "slower",
 ]  # fmt: skip
 
 MACHINE = "machine"
@@ -271,6 +272,55 @@ def check_drives(directories: Sequence[str]) -> Finding:
         return ok(f"{len(directories)} directories on {len(known)} drives: {', '.join(known) or 'not known'}")
     cost = "striping over them gains nothing: they share its bandwidth"
     return slower("; ".join(shared), cost=cost, mend="give one directory of each drive")
+
+
+def check_nodes(directories: Sequence[str], sys: Path = Path("/sys"), status: Path = _STATUS) -> Finding:
+    """Look on which NUMA nodes the drives and the compute device are, and whether this process's memory may be there.
+
+    The arena takes pages of the node of the thread that touches them first. ``sys`` and ``status`` are the kernel's.
+    """
+    online = nodes_in((sys / "devices" / "system" / "node" / "online").read_text())
+    if len(online) < 2:
+        return ok("the machine has one NUMA node")
+    disks = {disk for drive in by_drive(directories) for disk in drive.split(", ") if disk}
+    places = {disk: sys / "class" / "block" / disk for disk in sorted(disks)}
+    if torch.cuda.is_available():
+        each: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        bus = f"{each.pci_domain_id:04x}:{each.pci_bus_id:02x}:{each.pci_device_id:02x}.0"
+        places[each.name] = sys / "bus" / "pci" / "devices" / bus
+    nodes = {name: node for name, place in places.items() if (node := _node_of(place)) is not None}
+    (text,) = re.findall(r"Mems_allowed_list:\s*(\S+)", status.read_text())
+    allowed = sorted(set(nodes_in(text)) & set(online))
+    there = "; ".join(f"{name} on node {node}" for name, node in nodes.items()) or "where the drives are is not known"
+    found = f"{len(online)} NUMA nodes: {there}; this process's memory on node{'s' * (len(allowed) > 1)}"
+    found = f"{found} {', '.join(map(str, allowed))}"
+    if len(set(nodes.values())) > 1:
+        cost = "bytes between a drive, DRAM and the device cross from node to node"
+        return slower(found, cost=cost, mend="for each rank a drive and a device of one node: {local_rank} in its path")
+    if nodes and allowed != [*set(nodes.values())]:
+        (node,) = set(nodes.values())
+        cost = "pages of the arena may lie on another node than the drives"
+        mend = f"numactl --cpunodebind={node} --membind={node} COMMAND; under torchrun --numa-binding=node"
+        return slower(found, cost=cost, mend=mend)
+    return ok(found)
+
+
+def nodes_in(text: str) -> list[int]:
+    """Return the numbers of a list of the kernel's, such as "0-1,4"."""
+    bounds = [each.split("-") for each in text.strip().split(",") if each]
+    return [number for each in bounds for number in range(int(each[0]), int(each[-1]) + 1)]
+
+
+def _node_of(place: Path) -> int | None:
+    """Return the NUMA node of the device at ``place`` in sysfs, or of the one that it hangs on; None for no node."""
+    try:
+        device = place.resolve(strict=True)
+    except OSError:
+        return None
+    for each in (device, *device.parents):
+        if (file := each / "numa_node").is_file() and (node := int(file.read_text())) >= 0:
+            return node
+    return None
 
 
 # -- the machine ---------------------------------------------------------------------------------------------------

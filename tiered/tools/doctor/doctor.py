@@ -23,6 +23,7 @@ from tiered.tools.doctor.checks import (
     Outcome,
     broken,
     check_drives,
+    check_nodes,
     directory_checks,
     machine_checks,
 )
@@ -65,6 +66,7 @@ def examined(directories: Sequence[str | os.PathLike[str]], deadline_s: float = 
     paths = list(dict.fromkeys(os.path.abspath(directory) for directory in directories))
     groups = [directory_checks(path) for path in paths]
     drives: list[Checks] = [(MACHINE, {"drives": lambda: check_drives(paths)})] if paths[1:] else []
+    drives.append((MACHINE, {"NUMA nodes": lambda: check_nodes(paths)}))
     findings = examine([*groups, *drives, *machine_checks()], deadline_s)
     answered = [path for path, named in groups if sum(finding.subject == path for finding in findings) == len(named)]
     return DoctorReport(worst_first(findings), machine_description(answered))
