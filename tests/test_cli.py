@@ -53,9 +53,21 @@ def test_commands_to_come_back_with_name_us_as_we_were_called(
     assert cli._program() == words
 
 
+def test_commands_to_come_back_with_are_those_of_python_m_where_it_was_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/tiered/__main__.py"])
+    assert cli._program() == "python -m tiered"
+
+
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"tiered {tiered.__version__}\n"
+
+
+def test_python_m_tiered_is_the_command_and_waits_for_no_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "tiered", "--version"]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, f"tiered {tiered.__version__}\n")
+    assert "| torch\n" not in ended.stderr
 
 
 class TestRefusals:

@@ -86,7 +86,7 @@ Layers = Annotated[int | None, typer.Option(help="Default: 8.")]
 Width = Annotated[int | None, typer.Option(help="Default: 2048.")]
 Heads = Annotated[int | None, typer.Option(help="Default: 16, or fewer to suit the width.")]
 Context = Annotated[int | None, typer.Option(help="Tokens a sample is long. Default: 256.")]
-Batch = Annotated[int | None, typer.Option(help="Samples in a micro-step. Default: 4.")]
+Batch = Annotated[int | None, typer.Option(help="Samples in a micro-step, of each rank. Default: 4.")]
 Steps = Annotated[int | None, typer.Option(help="Total of the run, resumed parts included. Default: 24.")]
 Lr = Annotated[float | None, typer.Option(help="Learning rate. Default: 0.1 / width, at most 1e-3.")]
 Clip = Annotated[float | None, typer.Option(help="Largest norm of the gradient; selects --update step.")]
@@ -374,7 +374,7 @@ def _program() -> str:
     """Return how the user calls us: the bare name when that is on the path, else where we lie."""
     called = Path(sys.argv[0])
     if called.suffix == ".py":
-        return "python -m tiered.tools.cli"
+        return "python -m tiered" if called.name == "__main__.py" else "python -m tiered.tools.cli"
     found = shutil.which(called.name)
     is_found = found is not None and (not called.exists() or os.path.samefile(found, called))
     return called.name if is_found else os.path.relpath(called)
