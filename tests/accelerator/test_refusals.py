@@ -16,6 +16,7 @@ from tests.reference import Recipe
 from tests.zero.training import assert_same, start
 from tiered.errors import UsageError
 from tiered.tiers import accelerator
+from tiered.tools.train.launch import Launch
 
 
 def test_a_forward_or_step_that_is_captured_into_a_graph_is_refused_and_harms_nothing(
@@ -91,3 +92,25 @@ def test_a_layer_of_the_device_is_added_before_shard_or_trained_by_torch(sim: Mo
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(whole.state_dict()["1.weight"].cpu(), expected)
+
+
+def test_each_rank_takes_the_device_of_its_number(sim: ModuleType) -> None:
+    """Or none, where there are fewer than ranks."""
+    ranks = [Launch(rank, 3, device_index=rank) for rank in range(3)]
+    for rank in ranks:
+        rank.local_world = 3
+    before = torch.accelerator.current_device_index()
+    try:
+        for rank in ranks[:2]:
+            with pytest.raises(
+                UsageError, match=r"device sim:1 for 3 ranks of this machine; .* --device sim gives each"
+            ):
+                rank.take_device("sim:1", None)
+            for word in ("sim", "auto"):
+                rank.take_device(word, None)
+                assert torch.accelerator.current_device_index() == rank.rank
+        with pytest.raises(UsageError, match=r"2 accelerators here, and LOCAL_RANK is 2; .* or --device cpu"):
+            ranks[2].take_device("auto", None)
+        ranks[2].take_device("cpu", None)
+    finally:
+        torch.accelerator.set_device_index(before)

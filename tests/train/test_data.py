@@ -87,6 +87,15 @@ def test_a_batch_depends_on_seed_and_number_alone(folder: Path) -> None:
     assert len({tuple(batch.flatten().tolist()) for batch in first}) == 4
 
 
+def test_each_rank_draws_other_batches_and_rank_0_those_of_one_process(folder: Path) -> None:
+    corpus = Corpus.of_paths([folder])
+    alone, *ranks = (
+        next(Loader(corpus, batch=2, context=8, seed=0, **given))[0] for given in ({}, *({"rank": n} for n in range(3)))
+    )
+    assert torch.equal(alone, ranks[0])
+    assert len({tuple(batch.flatten().tolist()) for batch in ranks}) == 3
+
+
 def test_a_state_of_other_data_is_refused_with_what_differs(folder: Path) -> None:
     state = Loader(Corpus.of_paths([folder]), batch=2, context=8, seed=0).state_dict()
     (folder / "d.txt").write_bytes(b"more")

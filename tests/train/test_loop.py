@@ -236,6 +236,22 @@ def test_a_run_beyond_the_steps_asked_for_says_where_it_is(run: Run, capsys: pyt
     assert "--resume --steps 6" in out
 
 
+def test_a_process_that_torchrun_starts_again_goes_on_with_its_run_and_with_no_other(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--steps", "4", "--quiet", store="whole") == 0
+    assert run("--steps", "2", "--quiet") == 0
+    losses = figures(tmp_path)["losses"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run("--steps", "4", "--quiet", "--fresh") == 0, "nothing is asked, and nothing removed"
+    assert losses + figures(tmp_path)["losses"] == figures(tmp_path, "whole")["losses"]
+    assert run("--steps", "4", "--quiet", "--seed", "1") == 2
+    assert "holds a run at step 4: go on with it with --resume" in capsys.readouterr().err
+    assert run("--steps", "1", "--quiet", "--seed", "1", "--fresh") == 2, "that one is removed, if it is agreed to"
+    assert "there is no terminal to ask on" in capsys.readouterr().err
+    assert run("--steps", "1", "--quiet", store="new") == 0
+
+
 def test_fresh_removes_the_run_and_nothing_else(run: Run, tmp_path: Path) -> None:
     assert run("--steps", "3", "--quiet") == 0
     (tmp_path / "run" / "notes.txt").write_text("mine")

@@ -107,7 +107,7 @@ class Interruption:
     The first signal is a request that lets the step in hand finish, and ``notice`` is written to standard error. The
     second writes ``farewell()`` and ends the process at once, without any clean-up: what commits are made for. An
     exception could strike between any two lines of the engine. ``status`` is the exit status that the last signal asks
-    for, 128 and its number.
+    for, 128 and its number. An empty text is not written.
     """
 
     def __init__(
@@ -124,6 +124,10 @@ class Interruption:
     def cause(self) -> str:
         """The name of the signal that stopped the process, for people."""
         return "Ctrl-C" if self.status == INTERRUPTED else signal.Signals(self.status - 128).name
+
+    def take(self, status: int) -> None:
+        """Take the request of a signal that another process has got, by its exit status; without a notice."""
+        self.requested, self.status = True, status
 
     def __enter__(self) -> Interruption:
         for number in self._signals:
@@ -147,7 +151,7 @@ class Interruption:
 def _write(descriptor: int, text: bytes) -> None:
     """Write past the buffers, whose lock the interrupted line may hold. The reader may be gone."""
     with contextlib.suppress(OSError):
-        os.write(descriptor, text)
+        os.write(descriptor, text if text.strip() else b"")
 
 
 class _LastingStream:

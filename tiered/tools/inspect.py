@@ -89,9 +89,10 @@ def remove_store(directories: Sequence[Path]) -> None:
     """Remove the files of the store in ``directories`` for good; blocks.
 
     The writer's lock is held meanwhile. Data goes before the catalog and the identities last: the remains after a crash
-    are still known as a store, and can be removed again. Raises UsageError for anything but exactly one store.
+    are still known as a store, and can be removed again. Raises UsageError for anything but exactly one store. That of
+    one rank is removed alone.
     """
-    with closing(Directories.open(directories, "a")) as locked:
+    with closing(Directories.open(directories, "a" if member_in(directories) is None else "w")) as locked:
         remove_files(locked.paths)
         for path in locked.paths:  # order: until here nobody else begins a store there
             (path / LOCK_NAME).unlink()

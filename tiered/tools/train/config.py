@@ -51,9 +51,10 @@ class RunConfig:
     update: str = "backward"
     state: str = "exact"
     seed: int = 0
+    world: int = 1  # ranks, each with batches of its own
 
     def __post_init__(self) -> None:
-        _check(batch=self.batch, accumulate=self.accumulate, seed=self.seed)
+        _check(batch=self.batch, accumulate=self.accumulate, seed=self.seed, world=self.world)
         for name, value in (("lr", self.lr), ("clip", self.clip)):
             if value is not None and not (0 < value < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {value}")
@@ -70,7 +71,12 @@ class RunConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step learns from."""
+        """Tokens that one optimizer step learns from, those of all ranks."""
+        return self.world * self.rank_tokens_per_step
+
+    @property
+    def rank_tokens_per_step(self) -> int:
+        """Tokens that one rank has in a step."""
         return self.batch * self.context * self.accumulate
 
     @classmethod
@@ -97,9 +103,15 @@ class RunConfig:
         """Return the configuration a run was committed with. Raises UsageError with a diff when ``given`` differs."""
         asked, names = _asked(given), [field.name for field in fields(cls)]
         _check_types(cls, "config", committed)
+        committed = {"world": 1, **committed}  # an earlier release knew one rank alone
         unknown = sorted(map(str, set(names) ^ set(committed)))
         if unknown:
             raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
+        if (world := asked.pop("world", committed["world"])) != committed["world"]:
+            raise UsageError(
+                f"the run is of {committed['world']} rank{'s' * (committed['world'] > 1)}, and there"
+                f" {'are' if world > 1 else 'is'} {world} now; expected as many, or another directory"
+            )
         differing = [
             f"{name} {committed[name]} -> {asked[name]}"
             for name in names

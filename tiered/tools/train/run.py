@@ -1,5 +1,6 @@
 """`tiered train`: from the request of the command line to the loop that trains, and to the report of what it did.
 
+Under torchrun every rank runs it; what one of them refuses is refused on all.
 All that can be refused is refused before a store is written to, and none is before the plan has been said and agreed
 to. The loop is the one that any user would write around a model, with a stopwatch and an ear for Ctrl-C.
 """
@@ -14,7 +15,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,8 @@ from tiered.errors import CapacityError, TieredError, UsageError
 from tiered.tools.console import Interruption, check_writable, confirm, fold, say, write_report
 from tiered.tools.inspect import find_run, holds_any_file, holds_store, remove_store
 from tiered.tools.train.config import DTYPES, RunConfig, RunDials, committed_step
-from tiered.tools.train.plan import Plan
+from tiered.tools.train.launch import Launch, StepNews
+from tiered.tools.train.plan import Plan, check_room
 from tiered.tools.train.summary import CAPACITY, RunSummary, StepRecord, Stopwatch, matrix_flop_per_s, write_timeline
 from tiered.tools.train.task import GPT, Corpus, Loader
 from tiered.units import MiB
@@ -94,36 +96,38 @@ def train(request: Request) -> int:
 
     Everything that can be refused is refused before the store is touched. Raises TieredError and ValueError.
     """
-    plan = _plan(request)
-    corpus = Corpus.of_paths(plan.dials.data) if plan.dials.data else Corpus.of_standard_library()
-    loader = Loader(corpus, batch=plan.config.batch, context=plan.config.context, seed=plan.config.seed)
+    launch = Launch.begin()
+    if not launch.is_first:
+        request = replace(request, json_file=None, timeline_file=None)
+    with launch.alone():
+        return _train(replace(request, program=launch.program or request.program), launch)
+
+
+def _train(request: Request, launch: Launch) -> int:
+    request = _after_restart(request, launch)
+    plan = _agreed_plan(request, launch)
+    corpus, loader = _agreed_data(plan, launch)
     if not request.quiet:
         say(*plan.lines(corpus))
         if request.resume and not plan.first_step:
             say("nothing is committed there yet: starting from step 0")
-    plan.check_space()
+    check_room(each for needs in launch.together("space", lambda: plan.space_needs(launch.machine)) for each in needs)
     go_on = request.command("--resume", "--steps", str(2 * max(plan.dials.steps, plan.first_step)))
     if not plan.num_steps:
         _say_done(request, plan, go_on)
         return 0
-    plan.check_budget()
-    for line in plan.warnings():  # order: a refusal is all that a user reads
+    launch.together("budget", plan.check_budget)
+    for line in plan.warnings() if launch.is_first else ():  # order: a refusal is all that a user reads
         print("\n".join(fold(f"warning: {line}", indent=2)), file=sys.stderr)
     if request.dry_run:
         print(f"nothing was begun or written; begin: {request.as_written(without=('--dry-run',))}")
         return 0
-    if request.fresh and holds_store(request.directories):
-        confirm(
-            f"remove the store in {request.where} for good?",
-            unasked=f"--fresh removes the store in {request.where} and there is no terminal to ask on: add --yes",
-            declined=f"nothing was removed; {request.where} is as it was",
-            yes=request.yes,
-        )
-        remove_store(request.directories)
-    loop = TrainingLoop(plan, loader, request)
+    if request.fresh and (status := _make_room(request, plan, launch)):
+        return status
+    loop = TrainingLoop(plan, loader, request, launch)
     with Interruption(
-        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)",
-        loop.hint,
+        "stopping as soon as the step in hand is finished and committed (Ctrl-C again: at once)" * launch.is_first,
+        loop.hint if launch.is_first else str,
         signals=(signal.SIGINT, signal.SIGTERM),
     ) as interruption:
         outcome = loop.run(interruption)
@@ -140,6 +144,71 @@ def train(request: Request) -> int:
     return 0
 
 
+def _after_restart(request: Request, launch: Launch) -> Request:
+    """Return the request of a process that torchrun has started again: it goes on with what its last life committed.
+
+    That is a run of the configuration that the command makes, on any rank; nothing is asked, and nothing removed.
+    """
+    if not launch.num_restarts or request.resume or not request.durable:
+        return request
+
+    def holds_its_run() -> bool:
+        own = launch.directories(request.directories)
+        found = find_run(own) if holds_store(own) else None
+        committed = found.state.get("config") if found else None
+        config = asdict(RunConfig.of_given({**request.given, "world": launch.world}))
+        return isinstance(committed, dict) and {"world": 1, **committed} == config
+
+    if any(launch.together("restart", holds_its_run)):
+        return replace(request, resume=True, fresh=False, yes=True)
+    return request
+
+
+def _agreed_plan(request: Request, launch: Launch) -> Plan:
+    """Return the plan of this rank, which is that of all of them. Raises on all what is wrong on one."""
+    plans: list[Plan] = []
+
+    def look() -> tuple[dict[str, object], int]:
+        plans.append(plan := _plan(request, launch))
+        return {**asdict(plan.config), **asdict(plan.dials), "data": ()}, plan.first_step
+
+    told = launch.together("plan", look)
+    launch.check_equal([each[0] for each in told], "the same command on all ranks")
+    return replace(plans[0], first_step=min(each[1] for each in told))  # which is the newest that all have
+
+
+def _agreed_data(plan: Plan, launch: Launch) -> tuple[Corpus, Loader]:
+    """Return the text and this rank's loader of it. UsageError where the ranks have other text."""
+    config, found = plan.config, []
+
+    def read() -> dict[str, object]:
+        corpus = Corpus.of_paths(plan.dials.data) if plan.dials.data else Corpus.of_standard_library()
+        loader = Loader(corpus, batch=config.batch, context=config.context, seed=config.seed, rank=launch.rank)
+        found.append((corpus, loader))
+        return {"data": f"{corpus.nbytes:,} bytes ({corpus.fingerprint})"}
+
+    launch.check_equal(launch.together("data", read), "the same files on all ranks")
+    return found[0]
+
+
+def _make_room(request: Request, plan: Plan, launch: Launch) -> int:
+    """Remove the store that is there, of all ranks, once that is agreed to; return 0, or the exit status for a no."""
+    holds = launch.together("fresh", lambda: holds_store(plan.directories))
+    if not any(holds):
+        return 0
+    status = launch.asked(
+        lambda: confirm(
+            f"remove the store in {request.where} for good?",
+            unasked=f"--fresh removes the store in {request.where} and there is no terminal to ask on: add --yes",
+            declined=f"nothing was removed; {request.where} is as it was",
+            yes=request.yes,
+        )
+    )
+    if not status:
+        launch.together("removal", lambda: remove_store(plan.directories) if holds[launch.rank] else None)
+    return status
+
+
 def _say_done(request: Request, plan: Plan, go_on: str) -> None:
     """Say where a run with no steps left to do is, and write the reports of it."""
     if plan.first_step == plan.dials.steps:
@@ -147,27 +216,27 @@ def _say_done(request: Request, plan: Plan, go_on: str) -> None:
     else:
         say(f"the run is at step {plan.first_step}, past the {plan.dials.steps} steps that it is to have")
     print(f"go on   {go_on}")
-    with tiered.Store(*request.directories, dram=16 * MiB, mode="r") as store:
+    with tiered.Store(*plan.directories, dram=16 * MiB, mode="r", process_group=False) as store:
         request.write_json(RunSummary(plan, (), store))
     if request.timeline_file:
         say(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
 
 
-def _plan(request: Request) -> Plan:
-    """Return the plan of a new run, or of the committed one to go on with.
+def _plan(request: Request, launch: Launch) -> Plan:
+    """Return the plan of a new run, or of the committed one to go on with, as this rank finds it.
 
     Raises UsageError where there is a run and no option says what to do with it; also where there is none to go on
     with, not even an interrupted creation, unless ``yes`` says to start one then.
     """
-    where, found = request.where, None
-    if request.resume and not request.yes and not holds_any_file(request.directories):
+    where, found, own = request.where, None, launch.directories(request.directories)
+    if request.resume and not request.yes and not holds_any_file(own):
         raise UsageError(f"no run in {where} to go on with: leave --resume out to start one, or add --yes to it")
-    if not request.fresh and holds_store(request.directories):
+    if not request.fresh and holds_store(own):
         if not request.durable:
             raise UsageError(
                 f"{where} holds a store, --no-durable needs a directory without one: choose another --store"
             )
-        found = find_run(request.directories)
+        found = find_run(own)
     state = found.state if found else {}
     if found and "config" not in state:
         raise UsageError(f"{where} holds a store that is no training run: choose another --store")
@@ -176,11 +245,13 @@ def _plan(request: Request) -> Plan:
             f"{where} holds a run at step {committed_step(state)}: "
             "go on with it with --resume, or remove it and start anew with --fresh"
         )
-    config = RunConfig.of_committed(state["config"], request.given) if found else RunConfig.of_given(request.given)
-    dials = RunDials.of_committed(state.get("dials", {}), request.given)
+    given = {**request.given, "world": launch.world}
+    config = RunConfig.of_committed(state["config"], given) if found else RunConfig.of_given(given)
+    dials = RunDials.of_committed(state.get("dials", {}), given)
+    launch.take_device(dials.device, dials.device_memory)
     return Plan(
-        config, dials, request.directories, durable=request.durable, first_step=committed_step(state),
-        device=named_device(dials.device, dials.device_memory),
+        config, dials, own, durable=request.durable, first_step=committed_step(state),
+        device=named_device(dials.device, dials.device_memory), local_world=launch.local_world,
     )  # fmt: skip
 
 
@@ -197,7 +268,8 @@ class TrainingLoop:
     A step is either committed whole or does not count: the run is always resumable from its last commit.
     """
 
-    def __init__(self, plan: Plan, loader: Loader, request: Request) -> None:
+    def __init__(self, plan: Plan, loader: Loader, request: Request, launch: Launch) -> None:
+        self._launch = launch
         self._plan, self._config, self._loader, self._request = plan, plan.config, loader, request
         self._is_built = False
         self._durable_step = plan.first_step or -1  # the last one known to be committed, -1 before the first
@@ -227,8 +299,9 @@ class TrainingLoop:
         device_memory = 0 if plan.device.type == "cpu" else dials.device_memory  # None: from what is free there
         made = {path for each in plan.directories for path in (each, *each.parents) if not path.exists()}
         try:
+            self._launch.join(plan.device)  # order: from here on the ranks wait for each other
             with tiered.Store(
-                *plan.directories, dram=dials.dram, device_memory=device_memory, durable=plan.durable
+                *self._request.directories, dram=dials.dram, device_memory=device_memory, durable=plan.durable
             ) as store:
                 return self._train(store, interruption)
         except _StoppedError:
@@ -250,13 +323,16 @@ class TrainingLoop:
         model, optimizer, step = self._build(store)
         self._is_built = True
         peak = 0.0 if plan.device.type == "cpu" else matrix_flop_per_s(plan.device, DTYPES[self._config.dtype])
-        if interruption.requested:
+        news = self._news = StepNews(store.ranks, interruption)
+        news.tell(0.0)
+        news.hear()
+        if news.is_last:
             raise _StoppedError
         records: list[StepRecord] = []
         if timeline_file is not None:
             store.working_set.recorder.start(CAPACITY)
         stopwatch = Stopwatch(store)
-        while step < plan.dials.steps and not interruption.requested:
+        while step < plan.dials.steps and not news.is_last:
             loss = self._step(model, optimizer, step)
             step += 1
             if step % plan.dials.commit_every == 0:
@@ -268,7 +344,10 @@ class TrainingLoop:
             store.wait_for_commit()
             self._commit(store, step)  # which notes that the step is durable
         drawn = write_timeline(timeline_file, *store.working_set.recorder.stop()) if timeline_file is not None else ""
-        return RunSummary(plan, records, store, peak_flop_per_s=peak, timeline=drawn)
+        summary = RunSummary(plan, records, store, peak_flop_per_s=peak, timeline=drawn)
+        if store.ranks is not None:
+            summary.compare(store.ranks)
+        return summary
 
     def _say(self, text: str) -> None:
         if not self._request.quiet:
@@ -293,7 +372,7 @@ class TrainingLoop:
         return model, optimizer, store.resume().get("step", 0)
 
     def _step(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-        """Make one optimizer step and return the mean loss of its micro-steps.
+        """Make one optimizer step and return the mean loss of its micro-steps, over all ranks.
 
         Raises UsageError for a loss that teaches nothing, infinite or NaN, before anything has learnt from it.
         """
@@ -309,12 +388,14 @@ class TrainingLoop:
                 if not math.isfinite(value):
                     raise UsageError(f"the loss of step {step + 1} is {value}: start again with a lower --lr")
                 total += value
+                if micro_step == config.accumulate - 1:
+                    self._news.tell(total / config.accumulate)  # order: it goes beside the backward
                 (loss if config.accumulate == 1 else loss / config.accumulate).backward()
         if config.clip:
             tiered.clip_grad_norm_(model, config.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return total / config.accumulate
+        return self._news.hear()
 
     def _commit(self, store: tiered.Store, step: int) -> None:
         """Seal ``step`` if it is not, and note which step is durable by now."""

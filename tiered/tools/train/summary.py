@@ -23,6 +23,7 @@ import torch
 
 import tiered
 from tiered.bytes.device.profile import load_link_profile, load_profile
+from tiered.ranks.ranks import Ranks
 from tiered.stats import StoreStatistics
 from tiered.store.waiting.recorder import CALLER, Interval
 from tiered.tiers.device_clock import COMPUTE, UPDATE
@@ -38,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HIDDEN = 0.05  # of the step: less waiting than that is hidden I/O
+_RANKS = "other ranks"  # the reason of waiting for them, and for what they send
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------
@@ -67,15 +69,19 @@ class Stopwatch:
 
     def __init__(self, store: tiered.Store) -> None:
         self._store = store
-        self._before, self._begun_s = _counts(store.statistics()), time.perf_counter()
+        self._before, self._begun_s = self._read(), time.perf_counter()
 
     def lap(self, step: int, loss: float, num_tokens: int) -> StepRecord:
         """Return the record of the step that ends now."""
-        now, end_s = _counts(self._store.statistics()), time.perf_counter()
+        now, end_s = self._read(), time.perf_counter()
         counts = {name: value - self._before.get(name, 0) for name, value in now.items()}
         record = StepRecord(step, loss, end_s - self._begun_s, num_tokens, counts)
         self._before, self._begun_s = now, end_s
         return record
+
+    def _read(self) -> dict[str, float]:
+        ranks, found = self._store.ranks, _counts(self._store.statistics())
+        return found if ranks is None else found | {f"wait: {_RANKS}": ranks.comm_thread.statistics().wait_ranks_s}
 
 
 def _counts(counters: StoreStatistics) -> dict[str, float]:
@@ -238,10 +244,25 @@ _WHAT = {
     "write-back": "write-back: a larger DRAM budget would help",
     "commit": "commits",
     "copy in": "copies to the device: a larger --device-memory would help",
+    _RANKS: "other ranks and what they send: a larger --batch would help",
 }
 
 
 # -- the run -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """The seconds of one rank's mean step, and those in which it waited for others and for what they send."""
+
+    rank: int
+    step_s: float
+    wait_s: float
+
+    @property
+    def own_s(self) -> float:
+        """The seconds that the rank would need by itself: the steps of all take as long as the slowest one's."""
+        return max(0.0, self.step_s - self.wait_s)
 
 
 class RunSummary:
@@ -273,6 +294,7 @@ class RunSummary:
             float, {name: statistics.fmean(values) for name, values in self._columns.items()}
         )
         self._step_s = statistics.fmean([record.seconds for record in warm] or [0.0])
+        self._rank_times: tuple[RankTimes, ...] = ()
         self._copy_s = max(mean["copy_in_s"], mean["copy_out_s"])  # the time of the busier stream
         if link is not None:  # the least time by the measured rates
             self._copy_s = link.seconds(mean["copied_in_bytes"], mean["copied_out_bytes"])
@@ -283,6 +305,14 @@ class RunSummary:
             copy_s=self._copy_s, updates_on_device=(UPDATE, "update bucket") in ((w.who, w.word) for w in work),
         )  # fmt: skip
 
+    def compare(self, ranks: Ranks) -> None:
+        """Learn how long the others' steps took, and how long they waited for each other; all ranks call it together.
+
+        Blocks for them. Raises RankLostError, StepAbandonedError.
+        """
+        told = ranks.agreement.agree("the summary", json.dumps([self._step_s, self._waits.get(_RANKS, 0.0)]))
+        self._rank_times = tuple(RankTimes(rank, *map(float, json.loads(each))) for rank, each in enumerate(told))
+
     @property
     def share_of_peak(self) -> float:
         """The arithmetic of a step over what the device is capable of in that time; 0 on the CPU."""
@@ -290,29 +320,32 @@ class RunSummary:
         return at_peak_s / self._step_s if self._step_s else 0.0
 
     def _per_param(self, name: str) -> float:
-        """Return the median over the steps of a count, per parameter."""
-        return statistics.median(self._columns.get(name) or [0.0]) / self._plan.num_params
+        """Return the median over the steps of a count, per parameter that this rank keeps."""
+        return statistics.median(self._columns.get(name) or [0.0]) / self._plan.num_own_params
 
     def lines(self, go_on: str | None) -> list[str]:
         """Return the summary for people; ``go_on`` is the command that trains further, if it is time to say that."""
         if not self._records:
             return []
         first, last, counters = self._records[0], self._records[-1], self._counters
+        is_over_ranks = self._plan.config.world > 1
+        here = " on this rank" * is_over_ranks
         lines = [
             f"loss    {first.loss:.3f} -> {last.loss:.3f} in {len(self._records)} steps, nats per byte",
             f"time    {_said(self._step_s)} s per step, {first.num_tokens / self._step_s:,.0f} tokens/s, "
-            f"{self._bound.stall:.0%} of it waiting for I/O",
+            f"{self._bound.stall:.0%} of it waiting for I/O{' and other ranks' * is_over_ranks}",
             f"moved   {self._per_param('read_bytes'):.1f} bytes read and {self._per_param('write_bytes'):.1f} written "
             "per parameter and step",
             f"memory  peak RSS {format_bytes(_peak_rss_bytes())}, of it {format_bytes(counters.peak_bytes)} "
-            f"of a DRAM budget of {format_bytes(self._plan.dials.dram)}",
-            f"wrote   {format_bytes(counters.write_bytes + counters.catalog_write_bytes)} in all",
+            f"of a DRAM budget of {format_bytes(self._plan.rank_dram)}{here}",
+            f"wrote   {format_bytes(counters.write_bytes + counters.catalog_write_bytes)} in all{here}",
             *self._device_lines(),
             *self._bound_lines(),
+            *self._rank_lines(),
         ]
         if self._plan.durable:
-            where, nbytes = ", ".join(map(str, self._plan.directories)), format_bytes(self._state_nbytes)
-            lines.append(f"run     {where}: step {last.step}, generation {counters.generation}, {nbytes}")
+            where, nbytes = ", ".join(map(str, self._plan.places)), format_bytes(self._state_nbytes)
+            lines.append(f"run     {where}: step {last.step}, generation {counters.generation}, {nbytes}{here}")
             lines += [f"go on   {go_on}"] if go_on else []
         else:
             lines.append("run     gone with this process, as --no-durable says")
@@ -344,6 +377,16 @@ class RunSummary:
             *([f"drawn   {self._timeline}"] if self._timeline else []),
         ]
 
+    def _rank_lines(self) -> list[str]:
+        if not self._rank_times:
+            return []
+        slowest, least = (choose(self._rank_times, key=lambda each: each.own_s) for choose in (max, min))
+        return [
+            f"ranks   {len(self._rank_times)}; the slowest is rank {slowest.rank}, with {_said(slowest.own_s)} s of "
+            f"its own per step and {_said(slowest.wait_s)} s of waiting for others; rank {least.rank} has "
+            f"{_said(least.own_s)} and {_said(least.wait_s)}"
+        ]
+
     def as_json(self) -> dict[str, object]:
         """Return the summary for programs; lists are over the steps of this process."""
         counters, params, writes = self._counters, self._plan.num_params, _named("write", self._means)
@@ -355,7 +398,7 @@ class RunSummary:
             "read_bytes_per_param": self._per_param("read_bytes"),
             "write_bytes_per_param": self._per_param("write_bytes"),
             "peak_rss_bytes": _peak_rss_bytes(),
-            "dram_budget_bytes": self._plan.dials.dram,
+            "dram_budget_bytes": self._plan.rank_dram,
             "peak_dram_bytes": counters.peak_bytes,
             "state_bytes": self._state_nbytes,
             "bytes_written": counters.write_bytes + counters.catalog_write_bytes,
@@ -363,7 +406,7 @@ class RunSummary:
             "stall_seconds": counters.stall_seconds,
             "wait_seconds": self._waits,
             "moved_bytes_per_param": {
-                name: {"read": read / params, "write": writes[name] / params}
+                name: {"read": read / self._plan.num_own_params, "write": writes[name] / self._plan.num_own_params}
                 for name, read in _named("read", self._means).items()
             },
             "bound_seconds": self._bound.seconds,
@@ -379,6 +422,8 @@ class RunSummary:
                 "share_of_peak": self.share_of_peak,
                 "matrix_flop_per_s": self._peak_flop_per_s,
             }
+        if self._rank_times:
+            found["ranks"] = [{"step_seconds": each.step_s, "wait_seconds": each.wait_s} for each in self._rank_times]
         found["versions"] = {
             "tiered": tiered.__version__,
             "torch": torch.__version__,

@@ -1,7 +1,8 @@
 """The task of `tiered train`: a byte-level GPT with the shape that it takes, and the text that it learns from.
 
 The model is plain PyTorch: any other module would train the same way. The bytes of a batch depend on the files, the
-seed and the number of the batch alone, never on earlier batches nor on memory. No file is kept open or in memory.
+seed, the number of the batch and the rank alone, never on earlier batches nor on memory. No file is kept open or in
+memory.
 """
 
 from __future__ import annotations
@@ -238,11 +239,12 @@ def _walk(root: Path, *, suffix: str) -> Iterator[Path]:
 class Loader:
     """An endless iterator of (tokens, targets), each int64 of shape (batch, context); one thread at a time.
 
-    Its state is the number of the next batch: register it with a store, and a resumed run draws what the undisturbed
-    one would have drawn. ``load_state_dict`` refuses the state of a loader over other data or of another seed or size.
+    Each ``rank`` draws batches of its own; those of rank 0 are those of one process. Its state is the number of the
+    next batch: register it with a store, and a resumed run draws what the undisturbed one would have drawn.
+    ``load_state_dict`` refuses the state of a loader over other data or of another seed or size.
     """
 
-    def __init__(self, corpus: Corpus, *, batch: int, context: int, seed: int) -> None:
+    def __init__(self, corpus: Corpus, *, batch: int, context: int, seed: int, rank: int = 0) -> None:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         if corpus.nbytes <= context:
@@ -257,6 +259,7 @@ class Loader:
             "fingerprint": corpus.fingerprint,  # order: now, not in the first commit
         }  # fmt: skip
         self._batch, self._context, self._seed = batch, context, seed
+        self._of_rank = f" {rank}" if rank else ""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self
@@ -270,7 +273,7 @@ class Loader:
 
     def _offset(self, row: int) -> int:
         """Return where the next batch's ``row`` starts. A digest, not a generator: the same in every version of all."""
-        digest = hashlib.blake2b(f"{self._seed} {self.position} {row}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{self._seed} {self.position} {row}{self._of_rank}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % (self.corpus.nbytes - self._context)
 
     def state_dict(self) -> dict[str, int | str]:
