@@ -249,7 +249,8 @@ def test_a_process_that_torchrun_starts_again_goes_on_with_its_run_and_with_no_o
     assert "holds a run at step 4: go on with it with --resume" in capsys.readouterr().err
     assert run("--steps", "1", "--quiet", "--seed", "1", "--fresh") == 2, "that one is removed, if it is agreed to"
     assert "there is no terminal to ask on" in capsys.readouterr().err
-    assert run("--steps", "1", "--quiet", store="new") == 0
+    tiered.Store(tmp_path / "new", dram="16MiB").close()
+    assert run("--steps", "1", "--quiet", "--fresh", store="new") == 0, "its last life had committed nothing"
 
 
 def test_fresh_removes_the_run_and_nothing_else(run: Run, tmp_path: Path) -> None:

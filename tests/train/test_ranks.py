@@ -12,6 +12,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ def test_a_resumed_run_of_two_ranks_has_the_bits_of_the_undisturbed_one(
     assert command.digests("run") == whole[0].digests("run")
     (status, _, err), (_, _, third) = command.run("--resume", "--steps", "13", sizes=(), ranks=3)[:2]
     assert status == 2 and err == third and "2 ranks" in err, "another number of ranks is refused by name"
+    with pytest.raises(UsageError, match="holds the stores of 2 ranks, and this is one process"):
+        Launch().directories([command.folder / "run"])
 
 
 def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_by_itself(
@@ -271,6 +274,12 @@ class TestPlan:
         assert (one.rank_dram, four.rank_dram) == (1 << 30, 1 << 29)
         for given, share in (({"clip": 1.0}, 4), ({"accumulate": 2, "update": "backward"}, 1)):
             assert self.plan(4, **given).gradient_nbytes == self.plan(1, **given).gradient_nbytes // share
+
+    def test_a_budget_too_small_for_each_rank_is_refused(self) -> None:
+        self.plan(4).check_budget()
+        small = replace(self.plan(4), dials=RunDials(dram=256 << 20))
+        with pytest.raises(CapacityError, match=r"budget 134217728 bytes .* for each of the 2 ranks here"):
+            small.check_budget()
 
     def test_the_space_of_ranks_on_one_drive_adds_up(self) -> None:
         check_room([("a", 1, 5, 9, "one"), ("b", 1, 5, 9, "two")])

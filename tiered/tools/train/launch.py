@@ -26,7 +26,7 @@ from tiered.ranks.agreement import CLASSES
 from tiered.ranks.comm_thread import Ticket
 from tiered.ranks.ranks import Ranks
 from tiered.store.catalog.catalog import Member
-from tiered.store.lifetime.directory import rank_directories
+from tiered.store.lifetime.directory import rank_directories, stores_of_ranks
 from tiered.tools.console import INTERRUPTED, Interruption
 
 __all__ = ["Launch", "StepNews"]
@@ -111,6 +111,12 @@ class Launch:
     def directories(self, given: Sequence[Path]) -> tuple[Path, ...]:
         """Return where this rank's store lies in the directories of a run. UsageError where other ranks' lie there."""
         if self.world == 1:
+            for path in given:
+                for world in stores_of_ranks(path).values():
+                    raise UsageError(
+                        f"{path} holds the stores of {world} ranks, and this is one process; expected torchrun"
+                        f" --nproc-per-node {world} -m tiered train, or another directory"
+                    )
             return tuple(given)
         numbers = (("{rank}", self.rank), ("{local_rank}", self.local_rank))
         paths = [str(path) for path in given]

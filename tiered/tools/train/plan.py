@@ -180,7 +180,12 @@ class Plan:
             spec = SegmentSpec(name, tuple(p.shape), dense_strides(p), DTYPES[self.config.dtype], p.requires_grad)
             units[unit_of.get(p, "root")].append(spec)
         layouts = [lay_out(name, specs, world) for name, specs in units.items()]
-        share_out_as_asked(layouts, self.rank_dram, self.dials.hold)
+        try:
+            share_out_as_asked(layouts, self.rank_dram, self.dials.hold)
+        except CapacityError as error:
+            if world == 1:
+                raise
+            raise CapacityError(f"{error}; all of that for each of the {self.local_world} ranks here") from error
 
     def lines(self, corpus: Corpus) -> list[str]:
         """Return the plan for people."""

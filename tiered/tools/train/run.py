@@ -147,21 +147,25 @@ def _train(request: Request, launch: Launch) -> int:
 def _after_restart(request: Request, launch: Launch) -> Request:
     """Return the request of a process that torchrun has started again: it goes on with what its last life committed.
 
-    That is a run of the configuration that the command makes, on any rank; nothing is asked, and nothing removed.
+    That is a run of the configuration that the command makes, on any rank; nothing is asked then, and nothing removed,
+    nor where none of them has committed anything.
     """
     if not launch.num_restarts or request.resume or not request.durable:
         return request
 
-    def holds_its_run() -> bool:
+    def committed() -> str:
         own = launch.directories(request.directories)
         found = find_run(own) if holds_store(own) else None
-        committed = found.state.get("config") if found else None
+        if found is None:
+            return "nothing"
         config = asdict(RunConfig.of_given({**request.given, "world": launch.world}))
-        return isinstance(committed, dict) and {"world": 1, **committed} == config
+        had = found.state.get("config")
+        return "its own" if isinstance(had, dict) and {"world": 1, **had} == config else "another"
 
-    if any(launch.together("restart", holds_its_run)):
+    told = launch.together("restart", committed)
+    if "its own" in told:
         return replace(request, resume=True, fresh=False, yes=True)
-    return request
+    return request if "another" in told else replace(request, fresh=False)
 
 
 def _agreed_plan(request: Request, launch: Launch) -> Plan:
