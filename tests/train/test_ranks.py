@@ -62,9 +62,9 @@ class Command:
             for rank, each in enumerate(words)
         ]  # fmt: skip
 
-    def run(self, *options: str, ranks: int = 2, **how: Any) -> list[tuple[int, str, str]]:
-        """Return the status and the output of each rank."""
-        return ended(self.start([self.words(*options, **how)] * ranks))
+    def run(self, *options: str, **how: Any) -> list[tuple[int, str, str]]:
+        """Return the status and the output of each of two ranks."""
+        return ended(self.start([self.words(*options, **how)] * 2))
 
     def digests(self, store: str) -> list[str]:
         return [digest(self.folder / store / f"rank-000{rank}-of-0002") for rank in range(2)]
@@ -125,8 +125,8 @@ def test_a_resumed_run_of_two_ranks_has_the_bits_of_the_undisturbed_one(
     (status, out, err), other = command.run("--resume", "--steps", "12", sizes=())
     assert (status, err, other) == (0, "", (0, "", "")) and "step 6/12" in out
     assert command.digests("run") == whole[0].digests("run")
-    (status, _, err), (_, _, third) = command.run("--resume", "--steps", "13", sizes=(), ranks=3)[:2]
-    assert status == 2 and err == third and "2 ranks" in err, "another number of ranks is refused by name"
+    with pytest.raises(UsageError, match="holds the stores of 2 ranks, and there are 3 now"):
+        Launch(0, 3).directories([command.folder / "run"])
     with pytest.raises(UsageError, match="holds the stores of 2 ranks, and this is one process"):
         Launch().directories([command.folder / "run"])
 
@@ -171,8 +171,6 @@ def test_a_refusal_on_one_rank_is_one_on_all(command: Command) -> None:
     for status, out, err in ended(command.start([words, nowhere])):
         assert (status, out) == (2, "")
         assert err.startswith("tiered: rank 1: no data at /nowhere/at/all") and err.count("\n") == 1
-    for status, _, err in ended(command.start([words, [*words, "--seed", "3"]])):
-        assert status == 2 and "ranks 0 and 1 differ: seed 0 and 3; expected the same command" in err
     assert not (command.folder / "run").exists()
 
 
@@ -238,6 +236,10 @@ class TestLaunch:
             assert type(error) is UsageError and str(error) == "no", "what all of them refuse has no rank"
         for error in self.together(lambda: 1, lambda: refuse(FileNotFoundError(2, "No such file", "x"))):
             assert type(error) is TieredError and "No such file" in str(error)
+
+    def test_commands_that_differ_are_refused_by_what_differs(self) -> None:
+        with pytest.raises(UsageError, match="ranks 0 and 1 differ: seed 0 and 3; expected the same command"):
+            Launch().check_equal([{"seed": 0, "steps": 5}, {"seed": 3, "steps": 5}], "the same command on all ranks")
 
     @pytest.mark.parametrize(
         ("variables", "says"),

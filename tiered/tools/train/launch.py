@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ class Launch:
         return f"{self._num_told} {word}"
 
     def _put(self, name: str, told: Any) -> None:
-        self._reach(lambda: self._store.set(f"{name}/{self.rank}", json.dumps(told)))
+        self._reach(partial(self._store.set, f"{name}/{self.rank}", json.dumps(told)))
 
     def _tell(self, word: str, told: Any, *, deadline_s: float = _DEADLINE_S) -> list[Any]:
         """Return what each rank tells for ``word``; blocks for all of them."""
@@ -237,7 +238,7 @@ class Launch:
         self._put(name, told)
         keys, end = [f"{name}/{rank}" for rank in range(self.world)], time.monotonic() + deadline_s
         for rank, key in enumerate(keys):
-            while not self._reach(lambda key=key: self._store.check([key])):  # type: ignore[misc]  # mypy has no such
+            while not self._reach(partial(self._store.check, [key])):
                 if time.monotonic() > end:
                     raise RankLostError(
                         f"rank {rank} did not come to {word!r} within {deadline_s:g} s; expected all {self.world} ranks"
@@ -245,8 +246,8 @@ class Launch:
                         rank=rank,
                     )
                 time.sleep(_POLL_S)
-        every = [json.loads(self._reach(lambda key=key: self._store.get(key))) for key in keys]  # type: ignore[misc]
-        num_read = self._reach(lambda: self._store.add(f"{name}/read", 1))
+        every = [json.loads(self._reach(partial(self._store.get, key))) for key in keys]
+        num_read = self._reach(partial(self._store.add, f"{name}/read", 1))
         end = time.monotonic() + _READ_S
         while self._has_store and num_read < self.world and time.monotonic() < end:
             time.sleep(_POLL_S)
