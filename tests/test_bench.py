@@ -212,6 +212,12 @@ def test_ranks_runs_tiny(warm_python: WarmPython) -> None:
     assert result["departures"]["departures"] == 4
 
 
+def test_ranks_commit_runs_tiny(warm_python: WarmPython, tmp_path: Path) -> None:
+    tiny = ["--worlds", "1,2", "--commits", "3", "--carry", "2,1", "--width", "32", "--layers", "2"]
+    result, output = run("ranks_commit", *tiny, "--store", str(tmp_path), python=warm_python)
+    assert result["commits"]["2"]["confirm"] > 0 and [row["world"] for row in result["carry"]] == [2, 1], output
+
+
 def test_soak_kills_ranks_tiny(warm_python: WarmPython) -> None:
     result, output = run("soak", "--ranks", "2", "--kills", "4", python=warm_python)
     assert (result["kills"], result["lost"], result["wrong"]) == (4, 0, []), output

@@ -29,7 +29,7 @@ from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
-from tiered.store.lifetime.rank_sets import Place, RankSet, find_place, searched_for
+from tiered.store.lifetime.rank_sets import RankSet, StorePlace, find_place, searched_for
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks
@@ -123,7 +123,7 @@ class Store(TensorMapping):
             raise
 
     def _open(self, directories: Sequence[str | os.PathLike[str]], arena: Arena, options: dict[str, Any]) -> None:
-        place = Place(_of_this_rank(directories, self.ranks), Alone())
+        place = StorePlace(_of_this_rank(directories, self.ranks), Alone())
         try:
             if options["durable"] and options["engine"] != "memory" and directories:
                 world = 1 if self.ranks is None else self.ranks.world

@@ -489,12 +489,7 @@ def clean(directories: Sequence[Path], *, dry_run: bool, yes: bool, json_file: P
         elif dry_run:
             print(f"{format_bytes(found.nbytes)} would be freed; nothing was removed")
         else:
-            confirm(
-                f"remove these for good, {format_bytes(found.nbytes)}?",
-                unasked="gc removes what is listed above and there is no terminal to ask on: add --yes, or --dry-run",
-                declined="nothing was removed",
-                yes=yes,
-            )
+            _confirm_removal(found.nbytes, yes=yes)
             freed = found.remove()
             print(f"freed {format_bytes(freed)} ({freed:,} bytes)")
         for spared in found.spared:
@@ -519,12 +514,16 @@ def _remove_obsolete(obsolete: Sequence[RankSet], *, dry_run: bool, yes: bool) -
     if dry_run:
         print(f"{format_bytes(nbytes)} would be freed; nothing was removed")
         return
+    _confirm_removal(nbytes, yes=yes)
+    for each in obsolete:
+        remove_set(each)
+    print(f"freed {format_bytes(nbytes)} ({nbytes:,} bytes)")
+
+
+def _confirm_removal(nbytes: int, *, yes: bool) -> None:
     confirm(
         f"remove these for good, {format_bytes(nbytes)}?",
         unasked="gc removes what is listed above and there is no terminal to ask on: add --yes, or --dry-run",
         declined="nothing was removed",
         yes=yes,
     )
-    for each in obsolete:
-        remove_set(each)
-    print(f"freed {format_bytes(nbytes)} ({nbytes:,} bytes)")

@@ -154,7 +154,7 @@ class _Plan:
         self.generation = sources[0].generation
         self._fills: dict[str, tuple[int, Callable[[torch.Tensor], None]]] = {}
         self._second_nbytes = 0  # of the second set of what is trained
-        self._cached: tuple[int, str, torch.Tensor] | None = None
+        self._last_read: tuple[int, str, torch.Tensor] | None = None
         own = sources[self.rank if self.rank < len(sources) else 0]
         first = committed_state(sources[0]._generations.root.state)[1]
         user, states = committed_state(own._generations.root.state)
@@ -272,11 +272,11 @@ class _Plan:
 
     def _whole(self, rank: int, key: str) -> torch.Tensor:
         """Return the bytes of an old bucket: (nbytes,) uint8; those of the last one are kept."""
-        if self._cached is None or self._cached[:2] != (rank, key):
-            self._cached = None  # lifetime: one at a time
+        if self._last_read is None or self._last_read[:2] != (rank, key):
+            self._last_read = None  # lifetime: one at a time
             nbytes = next(record.nbytes for record in self._sources[rank].records() if record.name == key)
-            self._cached = rank, key, self._sources[rank].read_part(key, 0, nbytes)
-        return self._cached[2]
+            self._last_read = rank, key, self._sources[rank].read_part(key, 0, nbytes)
+        return self._last_read[2]
 
     def _keys_of_the_callers(self) -> list[Record]:
         """Return the records of the keys of the caller's own, which stay with their rank."""

@@ -24,8 +24,9 @@ from tiered.store.lifetime.directory import CATALOG_NAME, identities_in, rank_di
 from tiered.store.lifetime.lock import LOCK_NAME, Lock
 
 __all__ = [
-    "Place",
     "RankSet",
+    "StorePlace",
+    "current_set",
     "find_place",
     "find_sets",
     "newest_of",
@@ -72,7 +73,7 @@ class RankSet(NamedTuple):
         return f"{self.world} ranks{missing}, generation {newest} of run {self.run.hex()}"
 
 
-class Place(NamedTuple):
+class StorePlace(NamedTuple):
     """The directories of this rank's store, its confirmation, and the set that it is to be carried over from."""
 
     paths: Sequence[str | os.PathLike[str]]
@@ -137,10 +138,15 @@ def newest_of(sets: Sequence[RankSet]) -> RankSet | None:
     return live[0] if live else None
 
 
+def current_set(searched: Sequence[Path], world: int) -> RankSet | None:
+    """Return the set that counts, where one of another number of ranks than ``world`` is there; else None."""
+    return newest_of(find_sets(searched)) if any(_is_of_others(path, world) for path in searched) else None
+
+
 def stores_in(directories: Sequence[str | os.PathLike[str]]) -> list[Sequence[Path]]:
     """Return the directories of each store of the run in ``directories``: those themselves, or those of each rank."""
     searched = [*searched_for(directories, 1)]
-    current = newest_of(find_sets(searched)) if any(_is_of_others(path, 1) for path in searched) else None
+    current = current_set(searched, 1)
     return [searched] if current is None or current.is_alone else list(current.stores)
 
 
@@ -179,7 +185,7 @@ def remove_set(found: RankSet) -> None:
 
 def find_place(
     paths: Sequence[str | os.PathLike[str]], searched: Sequence[Path], ranks: Ranks | None, mode: str
-) -> Place:
+) -> StorePlace:
     """Return where this rank's store is, or is to be, in ``paths``; blocks for all ranks.
 
     ``searched``: the directories of all ranks. Where the run there is of another number of ranks, what an interrupted
@@ -197,7 +203,7 @@ def find_place(
         current = newest_of(sets)
     origin = None if current is None or current.world == world else current
     if ranks is None and (not has_others or (current is not None and current.is_alone)):
-        return Place(paths, Alone())
+        return StorePlace(paths, Alone())
     if origin is not None and mode != "a":
         raise UsageError(
             f'mode "{mode}" on a run of {origin}, and there {"are" if world > 1 else "is"} {world} now; expected mode'
@@ -209,7 +215,7 @@ def find_place(
     own = rank_directories(paths, confirmation.member)
     if origin is not None:
         _remove_left(own)
-    return Place(own, confirmation, origin)
+    return StorePlace(own, confirmation, origin)
 
 
 def _is_of_others(path: Path, world: int) -> bool:

@@ -107,11 +107,7 @@ class RunConfig:
         unknown = sorted(map(str, set(names) ^ set(committed)))
         if unknown:
             raise UsageError(f"the run's configuration is another version's: {', '.join(unknown)} unknown or missing")
-        if (world := asked.pop("world", committed["world"])) != committed["world"]:
-            raise UsageError(
-                f"the run is of {committed['world']} rank{'s' * (committed['world'] > 1)}, and there"
-                f" {'are' if world > 1 else 'is'} {world} now; expected as many, or another directory"
-            )
+        committed["world"] = asked.pop("world", committed["world"])  # another number of ranks goes on with it
         differing = [
             f"{name} {committed[name]} -> {asked[name]}"
             for name in names

@@ -28,6 +28,7 @@ from tiered.ranks.comm_thread import Ticket
 from tiered.ranks.ranks import Ranks
 from tiered.store.catalog.catalog import Member
 from tiered.store.lifetime.directory import rank_directories, stores_of_ranks
+from tiered.store.lifetime.rank_sets import RankSet, current_set, searched_for
 from tiered.tools.console import INTERRUPTED, Interruption
 
 __all__ = ["Launch", "StepNews"]
@@ -110,20 +111,19 @@ class Launch:
         return f"torchrun {nodes}--nproc-per-node {self.local_world} -m tiered"
 
     def directories(self, given: Sequence[Path]) -> tuple[Path, ...]:
-        """Return where this rank's store lies in the directories of a run. UsageError where other ranks' lie there."""
-        if self.world == 1:
-            for path in given:
-                for world in stores_of_ranks(path).values():
-                    raise UsageError(
-                        f"{path} holds the stores of {world} ranks, and this is one process; expected torchrun"
-                        f" --nproc-per-node {world} -m tiered train, or another directory"
-                    )
+        """Return where this rank's store lies, or is to lie, in the directories of a run."""
+        if self.world == 1 and not any(stores_of_ranks(path) for path in given):
             return tuple(given)
         numbers = (("{rank}", self.rank), ("{local_rank}", self.local_rank))
         paths = [str(path) for path in given]
         for name, number in numbers:
             paths = [path.replace(name, str(number)) for path in paths]
         return rank_directories(paths, Member(b"", self.rank, self.world))
+
+    def origin(self, given: Sequence[Path]) -> RankSet | None:
+        """Return the stores of the run in ``given`` where another number of ranks has committed it last; else None."""
+        current = current_set([*searched_for(given, self.world)], self.world)
+        return None if current is None or current.world == self.world else current
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -63,6 +63,8 @@ class Plan:
     first_step: int  # steps done before this process
     device: torch.device = _CPU  # where the model computes
     local_world: int = 1  # ranks of this machine, which divide the DRAM budget
+    committed: tuple[Path, ...] = ()  # where the run lies that is gone on with, of rank 0
+    before: int = 0  # ranks that have committed it last, where they were not as many
 
     @property
     def num_params(self) -> int:
@@ -210,6 +212,11 @@ class Plan:
             f"memory  a DRAM budget of {format_bytes(dials.dram)}{share}; training in memory would need "
             f"{format_bytes(IN_MEMORY_BYTES_PER_PARAM * self.num_params)} and activations",
             *self._device_lines(),
+            *(
+                [f"ranks   carried over from {self.before} to {config.world}: tiered gc removes the old set"]
+                if self.before
+                else []
+            ),
             f"space   {format_bytes(self.space_nbytes)}{of_each} ({sets}{its_own}) in {where}",
             f"writes  up to {format_bytes(self.write_nbytes)} in all{of_each}, {format_bytes(self.step_write_nbytes)} "
             f"per step, {format_bytes(each)} per 1,000 steps and directory",

@@ -220,7 +220,7 @@ def _say_done(request: Request, plan: Plan, go_on: str) -> None:
     else:
         say(f"the run is at step {plan.first_step}, past the {plan.dials.steps} steps that it is to have")
     print(f"go on   {go_on}")
-    with tiered.Store(*plan.directories, dram=16 * MiB, mode="r", process_group=False) as store:
+    with tiered.Store(*plan.committed, dram=16 * MiB, mode="r", process_group=False) as store:
         request.write_json(RunSummary(plan, (), store))
     if request.timeline_file:
         say(f"drawn   {write_timeline(request.timeline_file, (), 0)}")
@@ -233,14 +233,18 @@ def _plan(request: Request, launch: Launch) -> Plan:
     with, not even an interrupted creation, unless ``yes`` says to start one then.
     """
     where, found, own = request.where, None, launch.directories(request.directories)
-    if request.resume and not request.yes and not holds_any_file(own):
+    origin = launch.origin(request.directories)
+    committed = own if origin is None else origin.stores[0]
+    if request.fresh and origin is not None:
+        raise UsageError(f"{where} holds a run of {origin}, which --fresh does not remove: choose another --store")
+    if request.resume and not request.yes and not holds_any_file(committed):
         raise UsageError(f"no run in {where} to go on with: leave --resume out to start one, or add --yes to it")
-    if not request.fresh and holds_store(own):
+    if not request.fresh and holds_store(committed):
         if not request.durable:
             raise UsageError(
                 f"{where} holds a store, --no-durable needs a directory without one: choose another --store"
             )
-        found = find_run(own)
+        found = find_run(committed)
     state = found.state if found else {}
     if found and "config" not in state:
         raise UsageError(f"{where} holds a store that is no training run: choose another --store")
@@ -256,6 +260,7 @@ def _plan(request: Request, launch: Launch) -> Plan:
     return Plan(
         config, dials, own, durable=request.durable, first_step=committed_step(state),
         device=named_device(dials.device, dials.device_memory), local_world=launch.local_world,
+        committed=committed, before=0 if origin is None else origin.world,
     )  # fmt: skip
 
 
