@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 import tiered
 from tests.accelerator.training import case_on
-from tests.models import CASES
 from tests.ranks.processes import case
-from tests.ranks.training import changes_of, digests_of, group_of, on_device, over_ranks, recipe_of
+from tests.ranks.training import ZOO, changes_of, digests_of, group_of, on_device, over_ranks, recipe_of
 from tests.zero.training import SEED, Session, start
 from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
@@ -49,7 +48,7 @@ def begun(
     store: tiered.Store, group: Any, *, model: str, dtype: str, update: str, device: str = "cpu", state: str = "exact"
 ) -> tuple[Session, int]:
     """Return a session that has resumed, and the step that it is at."""
-    zoo = over_ranks(CASES[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
+    zoo = over_ranks(ZOO[model] if device == "cpu" else case_on(device, model), group.rank(), group.size())
     recipe = recipe_of(dtype)
     recipe.adamw["state"] = state
     session = start(zoo, recipe, store, update, seed=SEED, device=device)

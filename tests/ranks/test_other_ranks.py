@@ -50,6 +50,7 @@ def contents(path: Path) -> dict[str, dict[str, bytes]]:
     [
         ("odd_sizes", {"dtype": "bf16"}, (2, 1, 4, 3)),
         ("tied_head", {"dtype": "fp32", "update": "backward"}, (1, 3, 2)),
+        ("hollow", {"dtype": "fp32"}, (2, 3)),
         ("gpt", {"dtype": "bf16", "state_format": "compact"}, (4, 3, 1)),
         ("odd_sizes", {"dtype": "bf16", "unfreezes": True}, (3, 2)),
     ],
