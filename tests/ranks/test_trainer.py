@@ -115,6 +115,17 @@ def test_a_killed_run_that_torchrun_starts_again_has_the_bits_of_an_undisturbed_
     assert_goes_on(undisturbed("gpt2")[0][:1], [found])
 
 
+def test_one_process_goes_on_with_a_run_of_two_ranks(python: WarmPython, ranks: Ranks, tmp_path: Path) -> None:
+    """The folder of the old ranks' commit stands for that of the switch, which has the same step."""
+    assert ranks.run("train", path=str(tmp_path), stops=3) == [{}, {}]
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    text = (
+        f"from tests.ranks.trainer import run; print(run({str(tmp_path)!r}, resume={folder!r})['history'][-1]['step'])"
+    )
+    ended = subprocess.run([python.executable, "-c", text], cwd=_ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "5", ended.stderr
+
+
 def test_the_best_weights_are_written_by_one_rank_and_loaded_by_all(ranks: Ranks, tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_steps": 2}
     found = ranks.run("train", path=str(tmp_path), **best)

@@ -137,7 +137,7 @@ def run(
     path: str,
     *,
     model: str = "gpt2",
-    resume: bool = False,
+    resume: bool | str = False,
     kills: int = -1,
     stops: int = -1,
     stage: int = 3,
@@ -157,7 +157,8 @@ def run(
         tiered_options = {"store": store} | ({} if model == "lora beside" else {"dram": "128MiB", "stage": stage})
         trainer = Tiered(model=built, callbacks=[watch], tiered=tiered_options, **of_both(args))
         stack.callback(trainer.close)
-        watch.look_at(trainer.store.ranks)
+        if trainer.store.ranks is not None:
+            watch.look_at(trainer.store.ranks)
         torch.set_num_threads(1)
         with contextlib.suppress(StoppedError):
             trainer.train(resume_from_checkpoint=resume)

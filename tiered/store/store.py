@@ -29,7 +29,7 @@ from tiered.store.generations.generations import drop_damaged
 from tiered.store.generations.registry import Stateful, committed_state
 from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.store.lifetime.opening import MIN_DRAM_NBYTES, Parts, dram_budget, new_arena, open_parts
-from tiered.store.lifetime.rank_sets import RankSet, StorePlace, find_place, searched_for
+from tiered.store.lifetime.rank_sets import RankSet, StorePlace, find_place, numbered, searched_for
 from tiered.store.mapping import TensorMapping
 from tiered.store.residency.entry import Record
 from tiered.store.residency.memory_wait import Callbacks
@@ -274,6 +274,12 @@ class Store(TensorMapping):
         return self.uuid if member is None or not member.run else member.run.hex()
 
     @property
+    def origin(self) -> str:
+        """The ``run`` of another number of ranks that this one was carried over from; "" for none."""
+        member = self._parts.confirmation.member if self._parts.directories is None else self._parts.directories.member
+        return "" if member is None else member.origin.hex()
+
+    @property
     def state(self) -> dict[str, Any]:
         """The state that was committed with ``generation``; a copy."""
         return committed_state(self._generations.root.state)[0]
@@ -502,13 +508,8 @@ def _of_this_rank(
     directories: Sequence[str | os.PathLike[str]], ranks: Ranks | None
 ) -> Sequence[str | os.PathLike[str]]:
     """Return ``directories`` with the numbers of this rank in the places of ``{rank}`` and ``{local_rank}``."""
-    if ranks is None:
-        return directories
-    numbers = {"{rank}": ranks.rank, "{local_rank}": ranks.local_rank}
-    paths = [os.fspath(directory) for directory in directories]
-    for name, number in numbers.items():
-        paths = [path.replace(name, str(number)) for path in paths]
-    return paths
+    rank, local_rank = (0, 0) if ranks is None else (ranks.rank, ranks.local_rank)
+    return [numbered(directory, rank, local_rank) for directory in directories]
 
 
 def _share_of(budget: int, ranks: Ranks) -> int:

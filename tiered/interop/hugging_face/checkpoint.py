@@ -163,9 +163,10 @@ def folder_to_resume(wanted: Any, output_dir: Path, store: Store, *, is_live: bo
         return str(_folder_of_step(output_dir, store))
     given = Path(wanted)
     pointer, last = Pointer.read(given), get_last_checkpoint(given.parent) if given.parent.is_dir() else None
-    if pointer is not None and pointer.store != store.run:
+    is_carried = pointer is not None and (pointer.store, pointer.step) == (store.origin, step)  # from other ranks
+    if pointer is not None and pointer.store != store.run and not is_carried:
         raise UsageError(f"{given} belongs to the store {pointer.store}; {there} and is {store.run}")
-    if pointer == Pointer.of(store, step):
+    if pointer == Pointer.of(store, step) or is_carried:
         return str(given)
     if last is not None and given.resolve() == Path(last).resolve() and given.parent.resolve() == output_dir.resolve():
         _log.warning("resuming from step %d, the last commit, where %s was asked for", step, given)

@@ -30,6 +30,7 @@ __all__ = [
     "find_place",
     "find_sets",
     "newest_of",
+    "numbered",
     "obsolete_in",
     "remove_set",
     "searched_for",
@@ -246,18 +247,19 @@ def _remove_left(paths: Sequence[Path]) -> None:
                 lock.release()
 
 
+def numbered(directory: str | os.PathLike[str], rank: int, local_rank: int) -> str:
+    """Return ``directory`` with the numbers in the places of ``{rank}`` and ``{local_rank}``."""
+    return os.fspath(directory).replace("{rank}", str(rank)).replace("{local_rank}", str(local_rank))
+
+
 def searched_for(directories: Sequence[str | os.PathLike[str]], world: int) -> Iterator[Path]:
     """Yield ``directories`` of all ranks: for each rank where a name has ``{rank}`` or ``{local_rank}``."""
     for directory in directories:
-        text = os.fspath(directory)
-        names = [name for name in ("{rank}", "{local_rank}") if name in text]
+        has_number = numbered(directory, 0, 0) != os.fspath(directory)
         for number in itertools.count():
-            each = text
-            for name in names:
-                each = each.replace(name, str(number))
-            path = Path(os.path.realpath(os.path.expanduser(each)))
+            path = Path(os.path.realpath(os.path.expanduser(numbered(directory, number, number))))
             if number >= world and not path.exists():
                 break
             yield path
-            if not names:
+            if not has_number:
                 break

@@ -28,7 +28,7 @@ from tiered.ranks.comm_thread import Ticket
 from tiered.ranks.ranks import Ranks
 from tiered.store.catalog.catalog import Member
 from tiered.store.lifetime.directory import rank_directories, stores_of_ranks
-from tiered.store.lifetime.rank_sets import RankSet, current_set, searched_for
+from tiered.store.lifetime.rank_sets import RankSet, current_set, numbered, searched_for
 from tiered.tools.console import INTERRUPTED, Interruption
 
 __all__ = ["Launch", "StepNews"]
@@ -112,12 +112,9 @@ class Launch:
 
     def directories(self, given: Sequence[Path]) -> tuple[Path, ...]:
         """Return where this rank's store lies, or is to lie, in the directories of a run."""
-        if self.world == 1 and not any(stores_of_ranks(path) for path in given):
-            return tuple(given)
-        numbers = (("{rank}", self.rank), ("{local_rank}", self.local_rank))
-        paths = [str(path) for path in given]
-        for name, number in numbers:
-            paths = [path.replace(name, str(number)) for path in paths]
+        paths = [Path(numbered(path, self.rank, self.local_rank)) for path in given]
+        if self.world == 1 and not any(map(stores_of_ranks, paths)):
+            return tuple(paths)
         return rank_directories(paths, Member(b"", self.rank, self.world))
 
     def origin(self, given: Sequence[Path]) -> RankSet | None:
