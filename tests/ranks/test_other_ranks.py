@@ -51,7 +51,7 @@ def contents(path: Path) -> dict[str, dict[str, bytes]]:
         ("odd_sizes", {"dtype": "bf16"}, (2, 1, 4, 3)),
         ("tied_head", {"dtype": "fp32", "update": "backward"}, (1, 3, 2)),
         ("hollow", {"dtype": "fp32"}, (2, 3)),
-        ("gpt", {"dtype": "bf16", "state_format": "compact"}, (4, 3, 1)),
+        ("gpt", {"dtype": "bf16", "state_format": "compact"}, (2, 3, 4, 3, 1)),
         ("odd_sizes", {"dtype": "bf16", "unfreezes": True}, (3, 2)),
     ],
 )
@@ -168,17 +168,17 @@ def test_the_set_that_counts_follows_from_what_is_on_the_drives() -> None:
     """Of each state that a switch of 2 to 3 ranks can leave: the new set counts where all its ranks have its first."""
     before, newest = GenerationName(4, 40), GenerationName(5, 50)
     stores = (Path("a"),)
-    origin = RankSet(b"o" * 16, 2, b"", (Path("a"),), (stores, stores), ((newest, before),) * 2, is_alone=False)
+    origin = RankSet(b"o" * 16, 2, (), (Path("a"),), (stores, stores), ((newest, before),) * 2, is_alone=False)
     empty, first = GenerationName(0, 0), GenerationName(1, 7)
     states = {"missing": ((), ()), "empty": (stores, (empty,)), "first": (stores, (first, empty))}
     for ranks in itertools.product(states, repeat=3):
         places, kept = zip(*(states[each] for each in ranks), strict=True)
-        new = RankSet(b"n" * 16, 3, origin.run, (Path("a"),), places, kept, is_alone=False)
+        new = RankSet(b"n" * 16, 3, (origin.run,), (Path("a"),), places, kept, is_alone=False)
         chosen = newest_of([origin, new])
         assert chosen is (new if set(ranks) == {"first"} else origin), ranks
         if set(ranks) != {"first"}:
             assert newest_of([new, origin]) is origin
-    second = RankSet(b"n" * 16, 3, origin.run, (Path("a"),), ((), stores, stores),
+    second = RankSet(b"n" * 16, 3, (origin.run,), (Path("a"),), ((), stores, stores),
                      ((), *[(GenerationName(2, 8), first)] * 2), is_alone=False)  # fmt: skip
     with pytest.raises(CorruptionError, match="without 0"):
         newest_of([origin, second])

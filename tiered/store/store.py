@@ -277,7 +277,7 @@ class Store(TensorMapping):
     def origin(self) -> str:
         """The ``run`` of another number of ranks that this one was carried over from; "" for none."""
         member = self._parts.confirmation.member if self._parts.directories is None else self._parts.directories.member
-        return "" if member is None else member.origin.hex()
+        return "" if member is None else b"".join(member.origins[:1]).hex()
 
     @property
     def state(self) -> dict[str, Any]:

@@ -68,13 +68,14 @@ class GenerationName(NamedTuple):
 class Member(NamedTuple):
     """One rank's store among those of a ``run`` (16 bytes) of ``world`` ranks, which commit together.
 
-    ``origin`` is the run, or the store of one rank, that the first commit was carried over from; b"" for none.
+    ``origins`` are the runs, or stores of one rank, that the first commit was carried over from, one from the other,
+    the last one first.
     """
 
     run: bytes
     rank: int
     world: int
-    origin: bytes = b""
+    origins: tuple[bytes, ...] = ()
 
     def is_same_rank(self, other: Member | None) -> bool:
         """Return whether ``other`` is the same rank of as many, of whichever run."""

@@ -40,8 +40,8 @@ class RanksConfirmation:
 
     keeps_before = True
 
-    def __init__(self, ranks: Ranks, origin: bytes = b"") -> None:
-        self.member: Member | None = Member(b"", ranks.rank, ranks.world, origin)
+    def __init__(self, ranks: Ranks, origins: tuple[bytes, ...] = ()) -> None:
+        self.member: Member | None = Member(b"", ranks.rank, ranks.world, origins)
         self._ranks = ranks
         self._condition = threading.Condition()
         self._proposed: deque[GenerationName] = deque()  # agreed on, and not settled

@@ -4,7 +4,7 @@ Each holds ``lock``, ``identity``, ``ledger`` and the device's ``data-NNN``; the
 writes the identities in the order of their indexes, each durable before the next, and the caller then creates the
 catalog: so where an identity is, the first one is, and where ``catalog.db`` is, creation has finished. Ledgers and data
 files come only after it. An identity is one line of JSON: format, store, index, number, and a digest, which is xxh3-64
-of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank, world, and the run
+of the other fields as JSON with sorted keys. Format 2, of a rank of several, also has run, rank, world, and the runs
 that it was carried over from; it lies in a directory ``rank-0003-of-0008``.
 """
 
@@ -67,7 +67,7 @@ class Identity:
         fields = {"format": 1, "index": self.index, "number": self.number, "store": self.store_uuid.hex()}
         if self.member is not None:
             fields |= {"format": 2, **self.member._asdict()}
-            fields |= {"run": self.member.run.hex(), "origin": self.member.origin.hex()}
+            fields |= {"run": self.member.run.hex(), "origins": [each.hex() for each in self.member.origins]}
         return json.dumps({**fields, "digest": _digest(fields)}).encode() + b"\n"
 
     @classmethod
@@ -89,15 +89,15 @@ class Identity:
                 )
             member = None
             if fields["format"] == _FORMAT:
-                run, origin = (bytes.fromhex(fields[word]) for word in ("run", "origin"))
-                member = Member(run, fields["rank"], fields["world"], origin)
+                origins = tuple(map(bytes.fromhex, fields["origins"]))
+                member = Member(bytes.fromhex(fields["run"]), fields["rank"], fields["world"], origins)
             identity = cls(bytes.fromhex(fields["store"]), fields["index"], fields["number"], member)
             numbers = fields["format"], identity.index, identity.number, *(member or ())[1:3]
             if any(type(number) is not int for number in numbers) or fields["format"] not in (1, _FORMAT):
                 raise ValueError(f"it says {fields}")
             if len(identity.store_uuid) != 16 or not 0 <= identity.index < identity.number <= _MAX_NUM_DIRECTORIES:
                 raise ValueError(f"it says {identity}")
-            lengths = {16} if member is None else {len(member.run), len(member.origin) or 16}
+            lengths = {16} if member is None else set(map(len, (member.run, *member.origins)))
             if lengths != {16} or (member is not None and not 0 <= member.rank < member.world):
                 raise ValueError(f"it says {identity}")
             return identity

@@ -50,7 +50,7 @@ class RankSet(NamedTuple):
 
     run: bytes
     world: int
-    origin: bytes
+    origins: tuple[bytes, ...]
     paths: tuple[Path, ...]
     stores: tuple[tuple[Path, ...], ...]
     kept: tuple[tuple[GenerationName, ...], ...]
@@ -65,7 +65,7 @@ class RankSet(NamedTuple):
     @property
     def may_be_unfinished(self) -> bool:
         """Whether no rank has come further than to the first generation, which is the origin's last."""
-        return bool(self.origin) and all(name.number <= 1 for names in self.kept for name in names)
+        return bool(self.origins) and all(name.number <= 1 for names in self.kept for name in names)
 
     def __str__(self) -> str:
         lacking = [str(rank) for rank, store in enumerate(self.stores) if not store]
@@ -85,12 +85,12 @@ class StorePlace(NamedTuple):
 def find_sets(directories: Sequence[Path]) -> list[RankSet]:
     """Return all sets below ``directories``; blocks. Raises CorruptionError, and UsageError for newer formats."""
     found: dict[tuple[bytes, int], dict[int, dict[int, Path]]] = {}
-    heads: dict[tuple[bytes, int], tuple[bytes, bool]] = {}
+    heads: dict[tuple[bytes, int], tuple[tuple[bytes, ...], bool]] = {}
     numbers: dict[Path, int] = {}
     for path, identity in ((p, i) for directory in directories for p, i in identities_in(directory).items()):
         member = identity.member or Member(identity.store_uuid, 0, 1)
         key = member.run, member.world
-        heads[key] = member.origin, identity.member is None
+        heads[key] = member.origins, identity.member is None
         found.setdefault(key, {}).setdefault(member.rank, {})[identity.index] = path
         numbers[path] = identity.number
     return [
@@ -117,17 +117,17 @@ def _set_of(first: Member, is_alone: bool, places: dict[int, dict[int, Path]], n
                 kept.append(catalog.kept())
         else:
             kept.append(())
-    return RankSet(first.run, first.world, first.origin, paths, stores, tuple(kept), is_alone)
+    return RankSet(first.run, first.world, first.origins, paths, stores, tuple(kept), is_alone)
 
 
 def newest_of(sets: Sequence[RankSet]) -> RankSet | None:
     """Return the set that counts, None where nothing was committed. Raises CorruptionError where that is unknown."""
     whole = {each.run: each for each in sets if each.generation is not None}
-    superseded = {each.origin for each in whole.values()}
+    superseded = {run for each in whole.values() for run in each.origins}
     live = [each for each in whole.values() if each.run not in superseded]
     for each in sets:
         has_commits = any(name.number for names in each.kept for name in names)
-        is_unfinished = each.may_be_unfinished and each.origin in whole
+        is_unfinished = each.may_be_unfinished and each.origins[0] in whole
         if has_commits and not is_unfinished and each.run not in whole and each.run not in superseded:
             live.append(each)
     if len(live) > 1 or (live and live[0].run not in whole):
@@ -164,8 +164,8 @@ def obsolete_in(directories: Sequence[str | os.PathLike[str]]) -> list[RankSet]:
     ordered: list[RankSet] = []
     while left:
         runs = {each.run for each in left}
-        ordered += [each for each in left if each.origin not in runs]
-        left = [each for each in left if each.origin in runs]
+        ordered += [each for each in left if runs.isdisjoint(each.origins)]
+        left = [each for each in left if not runs.isdisjoint(each.origins)]
     return ordered
 
 
@@ -196,11 +196,12 @@ def find_place(
     has_others = any(_is_of_others(path, world) for path in searched)
     if ranks is not None:
         has_others = not ranks.least(_OPEN, lambda: int(not has_others))
+    sets: list[RankSet] = []
     current: RankSet | None = None
     if has_others:
         sets = find_sets(searched)
         if ranks is not None:
-            ranks.check_equal(_OPEN, [f"{each} from {each.origin.hex()}" for each in sets], _seen_by_all(sets))
+            ranks.check_equal(_OPEN, [f"{each} from {each.origins}" for each in sets], _seen_by_all(sets))
         current = newest_of(sets)
     origin = None if current is None or current.world == world else current
     if ranks is None and (not has_others or (current is not None and current.is_alone)):
@@ -210,8 +211,10 @@ def find_place(
             f'mode "{mode}" on a run of {origin}, and there {"are" if world > 1 else "is"} {world} now; expected mode'
             f' "a", which carries it over, or as many ranks: torchrun --nproc-per-node {origin.world}'
         )
-    source = b"" if origin is None else origin.run
-    confirmation: Confirmation = Alone(Member(b"", 0, 1, source)) if ranks is None else RanksConfirmation(ranks, source)
+    origins = () if origin is None else (origin.run, *(each.run for each in sets if each.run in origin.origins))
+    confirmation: Confirmation = (
+        Alone(Member(b"", 0, 1, origins)) if ranks is None else RanksConfirmation(ranks, origins)
+    )
     assert confirmation.member is not None
     own = rank_directories(paths, confirmation.member)
     if origin is not None:
