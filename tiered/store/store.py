@@ -64,7 +64,7 @@ class Store(TensorMapping):
     device_memory: int | None  # the compute device's budget in bytes
     ranks: Ranks | None = None  # of the process group, this process among them; None for one
     process_group: object = None  # False: this process alone, whatever ranks there are
-    carried_over: Callable[..., str] | None = None  # ``zero.reshard.carry_over``, set by the package: it knows models
+    carried_over: Callable[..., str] | None = None  # ``zero.reshard.carry_over``, set there: it knows models
     _origin: RankSet | None = None  # the run of another number of ranks that this store is to go on with
     rank_deadline: float = _RANK_DEADLINE_S  # seconds that a wait for another rank may last
 
@@ -141,7 +141,7 @@ class Store(TensorMapping):
     def _carry_over(self, origin: RankSet, external: Sequence[str | os.PathLike[str]], engine: str) -> None:
         """Make the run of another number of ranks the first generation of these; blocks for all ranks."""
         if Store.carried_over is None:
-            raise UsageError("a run of another number of ranks, and nothing that knows models; expected tiered.Store")
+            raise UsageError(f"a run of {origin}, and tiered.zero, which carries it over, is not imported; import it")
         with phase(self.ranks, _CARRY):
             text = Store.carried_over(self, origin, external=external, engine=engine)
         self._generations.take_over(text)

@@ -89,10 +89,11 @@ def carry_over(store: Store, origin: RankSet, *, external: Sequence[str | os.Pat
         with taking_apart(f"{origin.world} ranks", by="reader"):
             plan = _Plan(store, sources)
         plan.check_space()
-        _log.info(
-            "generation %d of %d ranks becomes the first of %d: %s for this one, %d, to be written",
-            plan.generation, origin.world, plan.world, format_bytes(plan.nbytes), plan.rank,
-        )  # fmt: skip
+        if not plan.rank:
+            _log.warning(
+                "the run of %s is carried over to %d: this one, 0, writes %s; `tiered gc` removes the old stores",
+                origin, plan.world, format_bytes(plan.nbytes),
+            )  # fmt: skip
         plan.write()
         return plan.text
 

@@ -71,7 +71,7 @@ class RankSet(NamedTuple):
         lacking = [str(rank) for rank, store in enumerate(self.stores) if not store]
         newest = max((name.number for names in self.kept for name in names), default=0)
         missing = f", without {', '.join(lacking)}" if lacking else ""
-        return f"{self.world} ranks{missing}, generation {newest} of run {self.run.hex()}"
+        return f"{self.world} rank{'s' * (self.world > 1)}{missing}, generation {newest} of run {self.run.hex()}"
 
 
 class StorePlace(NamedTuple):
