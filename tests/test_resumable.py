@@ -662,3 +662,19 @@ def test_a_loader_over_another_number_of_ranks_goes_on_behind_the_used_samples()
     with pytest.raises(UsageError, match="6 batches of each of 2 ranks are no whole number of batches for 5"):
         loaders(5)[0].load_state_dict(states[1])
     assert sorted(used + rest) == list(range(48))
+
+
+def test_a_loader_at_the_end_of_an_epoch_is_there_over_another_number_of_ranks(tmp_path: Path) -> None:
+    """The last batch of an epoch is a short one: 18 samples are 3 batches of 4 for each of 2 ranks, and 5 for one."""
+    data = torch.utils.data.TensorDataset(torch.arange(18))
+
+    def loader(world: int) -> Any:
+        sampler = torch.utils.data.DistributedSampler(data, world, 0, shuffle=False)
+        return tiered.resumable(torch.utils.data.DataLoader(data, 4, sampler=sampler))
+
+    for before, after in ((2, 1), (1, 2)):
+        first, second = loader(before), loader(after)
+        states = [first.state_dict() for _ in first]  # after each batch, as a loop commits
+        second.load_state_dict(states[-1])
+        assert list(second) == [] and second.epoch == 1
+        assert len(list(second)) == len(loader(after))

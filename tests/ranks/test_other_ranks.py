@@ -114,6 +114,16 @@ def test_a_kill_in_the_switch_loses_nothing(
     assert [each["first"] for each in found] == [2] * 3 and found[0]["digests"] == before[0]["digests"]
 
 
+def test_each_rank_finds_what_others_have_on_drives_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "nvme{local_rank}" / "run"
+    before = run(ranks, 2, path, model="odd_sizes", num_steps=1)
+    assert (tmp_path / "nvme1" / "run" / "rank-0001-of-0002").is_dir()
+    for world in (1, 3, 1):
+        found = run(ranks, world, path, model="odd_sizes", num_steps=1)
+        assert {each["first"] for each in found} == {1} and found[0]["digests"] == before[0]["digests"]
+    assert not (tmp_path / "nvme{local_rank}").exists()
+
+
 def test_a_set_that_lacks_a_rank_is_no_reason_to_go_back(ranks: Ranks, tmp_path: Path) -> None:
     options = {"model": "odd_sizes", "num_steps": 2}
     run(ranks, 2, tmp_path, **options)

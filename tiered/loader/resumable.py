@@ -146,7 +146,11 @@ class ResumableLoader(Generic[Batch]):
         UsageError with the differences, and stays where it is, when ``state`` is another loader's.
         """
         mine, committed = self._facts(), state["loader"]
-        position = _position_over(mine.get("ranks", 1), committed.get("ranks", mine.get("ranks", 1)), state["position"])
+        position, before = state["position"], committed.get("ranks", mine.get("ranks"))
+        if before != mine.get("ranks") and position == committed["batches"]:
+            position = mine["batches"]  # at the end of an epoch, whose last batch may be a short one
+        elif before != mine.get("ranks"):
+            position = _position_over(mine.get("ranks", 1), before or 1, position)
         if mine.get("ranks") != committed.get("ranks"):  # each then has another number of batches
             mine, committed = ({**each, "ranks": None, "batches": None} for each in (mine, committed))
         names = sorted(name for name in mine.keys() | committed.keys() if committed.get(name) != mine.get(name))

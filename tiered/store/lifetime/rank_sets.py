@@ -69,7 +69,8 @@ class RankSet(NamedTuple):
 
     def __str__(self) -> str:
         lacking = [str(rank) for rank, store in enumerate(self.stores) if not store]
-        newest = max((name.number for names in self.kept for name in names), default=0)
+        numbers = [str(max((name.number for name in names), default=0)) for names in self.kept]
+        newest = " and ".join(dict.fromkeys(numbers)) if self.generation is None else str(self.generation.number)
         missing = f", without {', '.join(lacking)}" if lacking else ""
         return f"{self.world} rank{'s' * (self.world > 1)}{missing}, generation {newest} of run {self.run.hex()}"
 
@@ -207,9 +208,10 @@ def find_place(
     if ranks is None and (not has_others or (current is not None and current.is_alone)):
         return StorePlace(paths, Alone())
     if origin is not None and mode != "a":
+        as_many = f"as many ranks: torchrun --nproc-per-node {origin.world}"
         raise UsageError(
             f'mode "{mode}" on a run of {origin}, and there {"are" if world > 1 else "is"} {world} now; expected mode'
-            f' "a", which carries it over, or as many ranks: torchrun --nproc-per-node {origin.world}'
+            f' "a", which carries it over, or {"another directory" if mode == "x" else as_many}'
         )
     origins = () if origin is None else (origin.run, *(each.run for each in sets if each.run in origin.origins))
     confirmation: Confirmation = (
