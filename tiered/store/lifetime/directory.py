@@ -10,6 +10,7 @@ that it was carried over from; it lies in a directory ``rank-0003-of-0008``.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -262,10 +263,18 @@ def stores_of_ranks(path: Path) -> dict[Path, int]:
 
 
 def identities_in(path: Path) -> dict[Path, Identity]:
-    """Return the identities of a store in ``path``, and of the stores of ranks in it. Raises as ``Identity.read``."""
-    names = [name for name in (os.listdir(path) if path.is_dir() else ()) if _RANK.fullmatch(name)]
-    places = [path, *(path / name for name in sorted(names))]
-    return {each: Identity.read(each / _IDENTITY) for each in places if os.path.lexists(each / _IDENTITY)}
+    """Return the identities of a store in ``path``, and of the stores of ranks in it. Raises as ``Identity.read``.
+
+    Those that cannot be read, or are no files, are left out: opening refuses them.
+    """
+    found: dict[Path, Identity] = {}
+    with contextlib.suppress(OSError):
+        names = [name for name in (os.listdir(path) if path.is_dir() else ()) if _RANK.fullmatch(name)]
+        for each in (path, *(path / name for name in sorted(names))):
+            with contextlib.suppress(OSError):
+                if stat.S_ISREG(os.lstat(each / _IDENTITY).st_mode):
+                    found[each] = Identity.read(each / _IDENTITY)
+    return found
 
 
 def remove_files(paths: Sequence[Path]) -> None:
