@@ -120,7 +120,8 @@ def measure_carry(worlds: list[int], width: int, layers: int, folder: str) -> li
             if number:
                 print(
                     f"{worlds[number - 1]} -> {world} ranks: {row['s']:.2f} s, {row['stored'] / MiB:.0f} MiB a rank;"
-                    f" memory grew by {row['grew'] / MiB:.0f} MiB, the budget is 128, the largest span {row['span'] / MiB:.0f}",
+                    f" memory grew by {row['grew'] / MiB:.0f} MiB with a budget of 128, the largest span is"
+                    f" {row['span'] / MiB:.0f}",
                     flush=True,
                 )
     return rows
