@@ -20,6 +20,8 @@ from tests.ranks.processes import Ranks, StartedRanks
 from tests.rigs.warm_python import WarmPython
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
+from tiered.store.generations.generations import Generations
+from tiered.store.lifetime.lock import Lock
 from tiered.store.lifetime.rank_sets import RankSet, newest_of
 from tiered.tools.cli import main
 
@@ -135,6 +137,26 @@ def test_a_set_that_lacks_a_rank_is_no_reason_to_go_back(ranks: Ranks, tmp_path:
     shutil.move(tmp_path / "moved", tmp_path / "rank-0001-of-0003")
     found = run(ranks, 1, tmp_path, model="odd_sizes", num_steps=3)
     assert found[0]["first"] == 3
+
+
+def test_nobody_writes_to_the_old_set_before_the_switch_is_durable(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it came to have meanwhile would be superseded with it."""
+    run(ranks, 2, tmp_path, model="odd_sizes", num_steps=1)
+    old, real = tmp_path / "rank-0001-of-0002", Generations.take_over
+
+    def take_over(generations: Generations, text: str) -> None:
+        with pytest.raises(UsageError, match="is open in process"):
+            Lock(old, shared=False)
+        real(generations, text)
+        with pytest.raises(UsageError, match="is open in process"):
+            Lock(old, shared=False)
+
+    monkeypatch.setattr(Generations, "take_over", take_over)
+    with tiered.Store(tmp_path, dram="32MiB") as store:
+        assert store.state["step"] == 1
+        Lock(old, shared=False).release()
 
 
 def test_two_sets_that_do_not_fit_are_refused_before_a_byte(ranks: Ranks, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -64,7 +64,9 @@ class Store(TensorMapping):
     device_memory: int | None  # the compute device's budget in bytes
     ranks: Ranks | None = None  # of the process group, this process among them; None for one
     process_group: object = None  # False: this process alone, whatever ranks there are
-    carried_over: Callable[..., str] | None = None  # ``zero.reshard.carry_over``, set there: it knows models
+    carried_over: Callable[..., AbstractContextManager[str]] | None = (
+        None  # ``zero.reshard.carry_over``, set there: it knows models
+    )
     _origin: RankSet | None = None  # the run of another number of ranks that this store is to go on with
     rank_deadline: float = _RANK_DEADLINE_S  # seconds that a wait for another rank may last
 
@@ -142,9 +144,10 @@ class Store(TensorMapping):
         """Make the run of another number of ranks the first generation of these; blocks for all ranks."""
         if Store.carried_over is None:
             raise UsageError(f"a run of {origin}, and tiered.zero, which carries it over, is not imported; import it")
-        with phase(self.ranks, _CARRY):
-            text = Store.carried_over(self, origin, external=external, engine=engine)
-        self._generations.take_over(text)
+        with ExitStack() as stack:
+            with phase(self.ranks, _CARRY):
+                text = stack.enter_context(Store.carried_over(self, origin, external=external, engine=engine))
+            self._generations.take_over(text)  # order: before the old stores are unlocked
 
     def _new_arena(self, dram: int | str | None) -> Arena:
         ranks = self.ranks

@@ -75,14 +75,19 @@ def _segments(layout: UnitLayout, rank: int) -> tuple[_Segment, ...]:
     )
 
 
-def carry_over(store: Store, origin: RankSet, *, external: Sequence[str | os.PathLike[str]], engine: str) -> str:
-    """Write this rank's part of the run of ``origin`` to ``store``, which is new; return the text of its first commit.
+@contextmanager
+def carry_over(
+    store: Store, origin: RankSet, *, external: Sequence[str | os.PathLike[str]], engine: str
+) -> Iterator[str]:
+    """Write this rank's part of the run of ``origin`` to ``store``, which is new; lend the text of its first commit.
 
-    All ranks call it together; it blocks. ``external`` are the user's files that some of it lies in. In memory it takes
-    the budget of ``store``, 8 MiB for each old rank, and a bucket. A frozen parameter that is read in place is written.
-    Random states and states of registered objects are those of the same rank, and those of rank 0 for ranks that are
-    new, with random states of their own. Raises UsageError for keys of the caller's own that no rank would have,
-    CapacityError where there is no space for both sets, before any byte is written.
+    Until the block ends, after that commit, nobody else can open the old stores to write: what they came to have
+    meanwhile would be lost with the switch. All ranks call it together; it blocks. ``external`` are the user's files
+    that some of it lies in. In memory it takes the budget of ``store``, 8 MiB for each old rank, and a bucket. A frozen
+    parameter that is read in place is written. Random states and states of registered objects are those of the same
+    rank, and those of rank 0 for ranks that are new, with random states of their own. Raises UsageError for keys of the
+    caller's own that no rank would have, CapacityError where there is no space for both sets, before any byte is
+    written.
     """
     with ExitStack() as stack:
         sources = [stack.enter_context(_opened(each, origin.generation, external, engine)) for each in origin.stores]
@@ -95,7 +100,7 @@ def carry_over(store: Store, origin: RankSet, *, external: Sequence[str | os.Pat
                 origin, plan.world, format_bytes(plan.nbytes),
             )  # fmt: skip
         plan.write()
-        return plan.text
+        yield plan.text
 
 
 @contextmanager
