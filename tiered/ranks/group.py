@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tiered.bytes.interrupt import INTERRUPTS, outside
 from tiered.errors import RankLostError, UsageError
 
-__all__ = ["FIRST_STEP_FACTOR", "WATCH_DEADLINE", "Group", "NullGroup"]
+__all__ = ["FIRST_STEP_FACTOR", "WATCH_DEADLINE", "Group", "NullGroup", "machine_of"]
 
 FIRST_STEP_FACTOR = 3.0  # of the deadline, in the first step, which also records the schedule and faults pages in
 _LATER_S = 60.0  # by which the groups' own deadline comes after ours, which says more
@@ -211,8 +211,7 @@ class Group:
 
     def _boot_ids(self) -> list[bytes]:
         """Return a digest of each rank's boot id: ranks under one kernel, in containers too, have the same."""
-        text = _BOOT_ID.read_text() if _BOOT_ID.exists() else f"rank {self.rank}"
-        digest = hashlib.blake2b(text.encode(), digest_size=_ID_NBYTES).digest()
+        digest = hashlib.blake2b(machine_of(self.rank).encode(), digest_size=_ID_NBYTES).digest()
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
         every = torch.empty(self.world, _ID_NBYTES, dtype=torch.uint8, device="cpu")
         outside(self.control.allgather([list(every)], [mine]).wait)
@@ -221,6 +220,11 @@ class Group:
     def __repr__(self) -> str:
         where = f"{self.local_rank} of {self.local_world} of this machine"
         return f"Group(rank {self.rank} of {self.world}, {where}, deadline {self.deadline_s:g} s)"
+
+
+def machine_of(rank: int) -> str:
+    """Return the boot id of this process's machine, which containers of one kernel share; else a word for ``rank``."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
 
 
 _num_made: dict[str, Iterator[int]] = defaultdict(itertools.count)  # by the caller's group: a name is used once

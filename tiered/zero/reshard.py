@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tiered.errors import CapacityError, UsageError
+from tiered.ranks.group import machine_of
 from tiered.store.catalog.catalog import Alone, GenerationName
 from tiered.store.format.state_text import encode
 from tiered.store.generations.registry import committed_state, taking_apart
@@ -44,7 +45,6 @@ _RULES: dict[str, Rule] = {
     "SGD": SGDRule(with_momentum=True),
     "SGD without momentum": SGDRule(with_momentum=False),
 }
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _log = logging.getLogger("tiered")
 
 
@@ -307,9 +307,10 @@ class _Plan:
         """Raise CapacityError, on all ranks, where the drives have no space for two sets of what is trained."""
         ranks, devices = self._store.ranks, self._store.working_set.space.devices
         needed = (self.nbytes + self._second_nbytes) // len(devices)
-        boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else str(self.rank)
         drives = [
-            hashlib.blake2b(f"{boot} {os.stat(device.name).st_dev}".encode(), digest_size=6).hexdigest()
+            hashlib.blake2b(
+                f"{machine_of(self.rank)} {os.stat(device.name).st_dev}".encode(), digest_size=6
+            ).hexdigest()
             for device in devices
         ]
         told = [" ".join((str(needed), *drives))]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from tiered.errors import RankLostError, TieredError, UsageError
 from tiered.ranks.agreement import CLASSES
 from tiered.ranks.comm_thread import Ticket
+from tiered.ranks.group import machine_of
 from tiered.ranks.ranks import Ranks
 from tiered.store.catalog.catalog import Member
 from tiered.store.lifetime.directory import rank_directories, stores_of_ranks
@@ -33,7 +34,6 @@ from tiered.tools.console import INTERRUPTED, Interruption
 
 __all__ = ["Launch", "StepNews"]
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _DEADLINE_S = 600.0  # of a wait for another process
 _READ_S = 10.0  # at most, that the process with the store stays for those that still read
 _POLL_S = 0.01
@@ -92,7 +92,7 @@ class Launch:
         own = _torch.PrefixStore(f"tiered train/{num_restarts}", store)
         launch = cls(rank, world, device_index=_number(given, "LOCAL_RANK", rank), num_restarts=num_restarts, store=own)
         launch._has_store = has_store
-        launch.machine = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
+        launch.machine = machine_of(rank)
         here = [each for each, boot in enumerate(launch._tell("machine", launch.machine)) if boot == launch.machine]
         launch.local_rank, launch.local_world = here.index(rank), len(here)
         return launch
