@@ -72,7 +72,8 @@ class Moment:
         """Return what the disk might hold when power comes back: the durable bytes and part of what was unsynced.
 
         ``"drop"``: nothing of it; ``"keep"``: all; ``"subset"``: each change or not; ``"torn"``: each write not, all,
-        or some of its 512-byte sectors; ``"torn pages"``: the same with pages of 4096. Scratch files are gone.
+        or some of its 512-byte sectors, and of a growth, which makes the file if there is none, the first ones;
+        ``"torn pages"``: the same with pages of 4096. Scratch files are gone.
         """
 
         def survives() -> bool:
@@ -265,10 +266,12 @@ class SimulatedDisk(MemoryDisk):
 
 
 def _redo(files: dict[_File, bytearray], change: _Change, rng: random.Random | None, tear_nbytes: int) -> None:
-    """Make ``change`` in ``files``; of a write, with ``rng``, only some parts of ``tear_nbytes``."""
+    """Make ``change`` in ``files``; with ``rng``, only some parts of ``tear_nbytes``, of a growth the first ones."""
     key = change.device, change.file
     if change.after is None:
-        _grow_image(files, key, change.new_size)
+        num_parts = max(0, change.new_size - len(files.get(key, b""))) // max(1, tear_nbytes)
+        lost_nbytes = rng.randint(0, num_parts) * tear_nbytes if rng else 0
+        _grow_image(files, key, change.new_size - lost_nbytes)
         return
     image = files.get(key, bytearray())
     part_nbytes = max(1, len(change.after)) if rng is None else tear_nbytes

@@ -287,6 +287,12 @@ def test_claims_that_cannot_be_are_refused(extent, problem, is_first):
         assert (caught.value.index, caught.value.extent) == (1 - is_first, extent)
 
 
+def test_a_file_that_was_made_and_not_yet_grown_claims_nothing():
+    allocator = allocator_of(PAGE, 0, PAGE // 2)
+    allocator.claim_all(table_of(Extent(0, 0, 0, PAGE)))
+    assert (allocator.free_nbytes(), allocator.used_nbytes()) == (0, PAGE)
+
+
 @settings(max_examples=100)
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 40), st.integers(1, 6)), max_size=30),

@@ -181,6 +181,8 @@ class DeviceSpace:
 
     def claim(self, file: int, offsets: np.ndarray, nbytes: np.ndarray) -> int | None:
         """Take ranges of a file that is all free and behind every other; return the index of one that cannot be."""
+        if not len(offsets):
+            return None  # such a file may be empty: a process died when it had made it and was to grow it
         size = self._ends[file]
         fits = (nbytes > 0) & (nbytes <= size) & (offsets <= size - nbytes)
         fits &= (offsets | nbytes) % self._alignment == 0
