@@ -79,6 +79,7 @@ WHOLE_NAMES = {  # of classes and files: ordinary words that say too little alon
 FILES_SO_CALLED = {"report", "settings"}  # in a room that says of what
 
 EXCEPTIONS = {  # words of torch's and transformers' users, or of a method that is overridden
+    ("checkpoint_shards.py", "chunk"),
     ("resumable.py", "epoch"),
     ("saving.py", "save"),
     ("trainer.py", "epoch"),

@@ -21,6 +21,7 @@ from tiered.removed import refuse_removed
 if TYPE_CHECKING:
     from tiered import hf
     from tiered.interop.saving import save_pretrained
+    from tiered.interop.sharded_state_dict import sharded_state_dict
     from tiered.loader.resumable import resumable
     from tiered.store.rows.row_sparse_adam import RowSparseAdam
     from tiered.store.store import Store
@@ -62,6 +63,7 @@ __all__ = [
     "resumable",
     "save_pretrained",
     "shard",
+    "sharded_state_dict",
     "unsharded",
 ]
 
@@ -78,6 +80,7 @@ def __getattr__(name: str) -> Any:
         "Store": "tiered.store.store",
         "resumable": "tiered.loader.resumable",
         "save_pretrained": "tiered.interop.saving",
+        "sharded_state_dict": "tiered.interop.sharded_state_dict",
     }
     if name == "hf":
         found: Any = importlib.import_module("tiered.hf")

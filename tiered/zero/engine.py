@@ -46,6 +46,9 @@ class MasterKeeper(Protocol):
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
 
+    def fill_master(self, segment: Segment, values: Callable[[slice], torch.Tensor] | None) -> None:
+        """The same, of what lies in this rank's shard; ``values`` give a slice of the elements in memory order."""
+
 
 class Engine:
     """One sharded model between, in and after its forwards and backwards. One thread drives it."""

@@ -78,6 +78,16 @@ class Masters:
             del source  # lifetime: before the lease
             unit.park()
 
+    def fill_master(self, segment: Segment, values: Callable[[slice], torch.Tensor] | None) -> None:
+        """The same, of what lies in this rank's shard; ``values`` give a slice of the elements in memory order."""
+        unit, stretch = segment.unit, segment.stretch
+        start = offsets_of(unit.segments).get(segment)
+        if start is not None and master_key(unit.name) in self._store:
+            assert values is not None
+            with self._leased(unit) as masters:
+                masters[start : start + len(stretch)].copy_(values(slice(stretch.start, stretch.stop)))
+                del masters
+
 
 @contextmanager
 def taken_over(engine: Engine | None, title: str) -> Iterator[Masters | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from tiered.zero.parameters.unit import Segment, Unit, digest
 from tiered.zero.state_dict_copies import memory_for_copies
 from tiered.zero.step import ONLY_ADDED
 
-__all__ = ["OptimizerState", "PlainSegment", "PlainUnit", "StateUnit"]
+__all__ = ["OptimizerState", "PlainSegment", "PlainUnit", "StateUnit", "rounds_to"]
 
 
 class PlainSegment(Segment):
@@ -371,31 +371,53 @@ class OptimizerState:
         They lie in ``memory``, or in ordinary memory. Over several ranks all of them call this together.
         """
         with self._store.working_set.mark:
-            dtype = torch.float64 if segment.dtype == torch.float64 else torch.float32
-            layout = self._layouts.of(segment.dtype)
-            has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
-            moments = self._names if has_moments else []
-            names = moments + (["master"] if layout.master is not None else [])
             empty = functools.partial(torch.empty_strided, device="cpu") if memory is None else memory.empty
+            dtype = self.dtype_of(segment)
+            has_moments = segment in self.begun or self._layouts.rule.name != "SGD"  # as torch: others begin with zeros
+            names = (self._names if has_moments else []) + ["master"] * self.has_master(segment)
             flats = {name: empty((segment.numel,), (1,), dtype=dtype) for name in names}
-            first = segment.stretch.start
-            with self._readable(segment) as hi:
-                for tile, start, stop in self._stretches(segment, "r"):
-                    rows, its = tile.rows(self._scratch), slice(start - first, stop - first)
-                    values = tile.decode_moments(rows)
-                    for name, value in zip(moments, values, strict=False):  # all of them, or none
-                        flats[name][start:stop].copy_(value)
-                    if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
-                        tile.master[-1] = flats[self._names[layout.marks]][start:stop]
-                    if layout.master is not None:
-                        master = flats["master"][start:stop].copy_(tile.decode_master(hi[its], rows))
-                        master.masked_fill_(hi[its].isnan(), torch.nan)  # a NaN moment has any sign, mark or not
-                    tile = value = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
+            self._fill(segment, flats, range(segment.numel))
             if segment.unit.world > 1:
                 _fill_from_all(segment, list(flats.values()))
             shaped = {name: flat.as_strided(segment.shape, segment.strides) for name, flat in flats.items()}
             step = torch.tensor(float(self.steps[segment]), dtype=torch.float32, device="cpu")
             return {"step": step, **shaped}
+
+    def dtype_of(self, segment: Segment) -> torch.dtype:
+        """Return the dtype of the values that ``gather`` and ``read`` return."""
+        return torch.float64 if segment.dtype == torch.float64 else torch.float32
+
+    def has_master(self, segment: Segment) -> bool:
+        """Return whether the parameter is not its own master."""
+        return self._layouts.of(segment.dtype).master is not None
+
+    def read(self, segment: Segment, elements: range) -> dict[str, torch.Tensor]:
+        """Return moments and master of ``elements``, in memory order, of this rank's shard: copies, (numel,) each."""
+        names, dtype = [*self._names, *["master"] * self.has_master(segment)], self.dtype_of(segment)
+        flats = {name: torch.empty(len(elements), dtype=dtype, device="cpu") for name in names}
+        with self._store.working_set.mark:
+            self._fill(segment, flats, elements)
+        return flats
+
+    def _fill(self, segment: Segment, flats: Mapping[str, torch.Tensor], elements: range) -> None:
+        """Fill ``flats``, which have ``elements``, with the values that lie in this rank's shard."""
+        layout, first = self._layouts.of(segment.dtype), segment.stretch.start
+        with self._readable(segment) as hi:
+            for tile, start, stop in self._stretches(segment, "r", elements):
+                rows, own = tile.rows(self._scratch), hi[start - first : stop - first]
+                values = dict(zip(self._names, tile.decode_moments(rows), strict=True))
+                if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
+                    name = self._names[layout.marks]
+                    values[name] = tile.master[-1] = values[name].clone()
+                if layout.master is not None:
+                    values["master"] = tile.decode_master(own, rows)
+                begin, end = max(start, elements.start), min(stop, elements.stop)
+                for name, flat in flats.items():  # all moments, or none
+                    part = flat[begin - elements.start : end - elements.start]
+                    part.copy_(values[name][begin - start : end - start])
+                    if name == "master":
+                        part.masked_fill_(own[begin - start : end - start].isnan(), torch.nan)  # a NaN moment: any sign
+                tile = own = values = None  # type: ignore[assignment]  # lifetime: the lease ends before the next
 
     def check_master(self, segment: Segment, state: Mapping[str, Any] | None) -> None:
         """Raise UsageError for a master in ``state`` whose rounding is not the parameter as it is now."""
@@ -405,10 +427,8 @@ class OptimizerState:
             master = _in_memory_order(segment, state["master"])[segment.stretch.start : segment.stretch.stop]
             with self._readable(segment) as hi:
                 for start in range(0, len(segment.stretch), _CHECKED_NUMEL):
-                    mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL].float()
-                    lo = theirs.view(torch.int32) - (mine.view(torch.int16).to(torch.int32) << 16)
-                    fits = (lo.abs_() <= 1 << 15).logical_or_(mine.isnan().logical_and_(theirs.isnan()))
-                    if not fits.all():
+                    mine, theirs = hi[start : start + _CHECKED_NUMEL], master[start : start + _CHECKED_NUMEL]
+                    if not rounds_to(mine, theirs):
                         raise UsageError(
                             f"load_state_dict: the masters given for parameter {segment.name} are not those of its"
                             " values; nothing was changed. Load the model's state first, then the optimizer's"
@@ -426,28 +446,37 @@ class OptimizerState:
                 for name in (*self._names, "master")
                 if state and state.get(name) is not None
             }
-            self.steps[segment] = int(float(state["step"])) if state and "step" in state else int(bool(flats))
-            if self.steps[segment] and all(name in flats for name in self._names):
+            steps = int(float(state["step"])) if state and "step" in state else int(bool(flats))
+            self.write(segment, steps, {name: flat.__getitem__ for name, flat in flats.items()})
+
+    def write(self, segment: Segment, steps: int, values: Mapping[str, Callable[[slice], torch.Tensor]]) -> None:
+        """Replace the state of what lies in this rank's shard; ``values`` give a slice of the elements in memory order.
+
+        Moments without values become zeros, and a master without becomes the parameter.
+        """
+        with self._store.working_set.mark:
+            self.steps[segment] = steps
+            if steps and all(name in values for name in self._names):
                 self.begun.add(segment)
             else:
                 self.begun.discard(segment)
-            layout = self._layouts.of(segment.dtype)
+            layout, first = self._layouts.of(segment.dtype), segment.stretch.start
             self._scratch.dither.aim_at_nearest()
-            first = segment.stretch.start
             with self._readable(segment) as hi:
                 for tile, start, stop in self._stretches(segment, "rw"):
                     rows, its = tile.rows(self._scratch), slice(start - first, stop - first)
-                    values = tile.decode_moments(rows)  # only to be overwritten
-                    for name, value in zip(self._names, values, strict=True):
-                        value.copy_(flats[name][start:stop]) if name in flats else value.zero_()
-                    for value, moment in zip(values, self._layouts.rule.moments, strict=True):
-                        if moment.is_positive:
-                            value.abs_()  # the sign of a zero or a NaN would be a mark
-                    tile.encode_moments(values, rows, self._scratch)
+                    moments = tile.decode_moments(rows)  # only to be overwritten
+                    for name, moment in zip(self._names, moments, strict=True):
+                        moment.copy_(values[name](slice(start, stop))) if name in values else moment.zero_()
+                    for moment, kind in zip(moments, self._layouts.rule.moments, strict=True):
+                        if kind.is_positive:
+                            moment.abs_()  # the sign of a zero or a NaN would be a mark
+                    tile.encode_moments(moments, rows, self._scratch)
                     if layout.master is not None:
-                        master = flats["master"][start:stop] if "master" in flats else hi[its].float()
+                        has = "master" in values
+                        master = values["master"](slice(start, stop)) if has else hi[its].float()
                         self._attach(tile, master, hi[its])
-                    tile = value = values = None  # type: ignore[assignment]  # lifetime: as above
+                    tile = moment = moments = None  # type: ignore[assignment]  # lifetime: as above
 
     def reset(self, segment: Segment) -> None:
         """Make the moments and the step count of ``segment`` zero; the master stays."""
@@ -462,26 +491,37 @@ class OptimizerState:
 
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
+        master = None
+        if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
+            master = _in_memory_order(segment, source.float()).__getitem__
+        self.fill_master(segment, master)
+
+    def fill_master(self, segment: Segment, values: Callable[[slice], torch.Tensor] | None) -> None:
+        """The same, of what lies in this rank's shard; ``values`` give a slice of the elements in memory order."""
         with self._store.working_set.mark:
             if segment.dtype != torch.bfloat16 or segment not in self.steps:
                 return
-            master = None
-            if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
-                master = _in_memory_order(segment, source.float())
             for tile, start, stop in self._stretches(segment, "rw"):
                 tile.clear_master()
-                if master is not None:
-                    self._attach(tile, master[start:stop], None)
+                if values is not None:
+                    self._attach(tile, values(slice(start, stop)), None)
                 tile = None  # type: ignore[assignment]  # lifetime: as above
 
-    def _stretches(self, segment: Segment, mode: Mode) -> Iterator[tuple[Tile, int, int]]:
-        """Yield the tiles of ``segment``'s state and their bounds in elements of it, leased in ``mode`` meanwhile."""
+    def _stretches(
+        self, segment: Segment, mode: Mode, elements: range | None = None
+    ) -> Iterator[tuple[Tile, int, int]]:
+        """Yield the tiles of ``segment``'s state, leased in ``mode`` meanwhile, and their bounds in elements of it.
+
+        Of ``elements``, if given, those that have some of them.
+        """
+        low, high = (0, segment.numel) if elements is None else (elements.start, elements.stop)
         for bucket in self.buckets[segment.unit]:
             for piece in bucket.pieces:
-                if piece.segment is segment:
+                if piece.segment is segment and piece.start < high and piece.start + piece.numel > low:
                     with leased(self._store, bucket.key, mode) as state:
                         for tile, start, stop in self._tiles(piece, state):
-                            yield tile, piece.start + start, piece.start + stop
+                            if piece.start + start < high and piece.start + stop > low:
+                                yield tile, piece.start + start, piece.start + stop
                             del tile  # lifetime: nothing may see the leased bytes when the lease ends
                         del state
 
@@ -514,6 +554,14 @@ def _fill_from_all(segment: Segment, flats: Sequence[torch.Tensor]) -> None:
         found = each.view(flat.dtype).view(unit.world, -1)
         for rank, (_, start, stop, *_) in every:
             flat[start:stop].copy_(found[rank, : stop - start])
+
+
+def rounds_to(parameter: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether each of ``master``'s values is next to the bf16 one of ``parameter``, or both are NaN."""
+    theirs = master.float()
+    lo = theirs.view(torch.int32) - (parameter.view(torch.int16).to(torch.int32) << 16)
+    fits = (lo.abs_() <= 1 << 15).logical_or_(parameter.isnan().logical_and_(theirs.isnan()))
+    return bool(fits.all())
 
 
 def _in_memory_order(segment: Segment, value: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ import operator
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -155,11 +156,35 @@ class StateReader:
 
         The tensors are the caller's still, other values copies.
         """
-        try:
+        with self._refusing():
             return self._loaded(state_dict)
+
+    def groups(
+        self, given: object, ids: Sequence[Sequence[Hashable]], steps: Mapping[str, torch.Tensor]
+    ) -> list[dict[str, Any]]:
+        """Return the whole groups of ``given``, whose parameters go by these ``ids``, and check step counts.
+
+        Raises UsageError as ``loaded`` does.
+        """
+        found = []
+        with self._refusing():
+            for number, (mine, theirs) in enumerate(zip(self._groups, _sequence("'param_groups'", given), strict=True)):
+                where = f"'param_groups'[{number}]"
+                group, its = self._group(where, mine, theirs)
+                if list(its) != list(ids[number]):
+                    _refuse(f"{where}['params']", _short(ids[number]), _short(its))
+                found.append(group)
+            for name, value in steps.items():
+                _step(f"'state'[{name!r}]: 'step'", value)
+        return found
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
         except _MisfitError as error:
             raise UsageError(
-                f"{self._title}.load_state_dict: {error}; nothing was changed. Load what state_dict() returned, of this"
+                f"{self._title}: {error}; nothing was changed. Load what state_dict() returned, of this"
                 " optimizer or torch's own, over the same parameters in the same groups"
             ) from None
 
@@ -476,7 +501,7 @@ class StateAccess(Optimizer):
         Ends pending updates first; streams the buckets. Raises UsageError, with nothing changed, between backward and
         step, before ``store.resume()``, and for a parameter of another optimizer.
         """
-        self._check_idle("optimizer.reset_state()")
+        self.check_idle("optimizer.reset_state()")
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         segments = []
         for number, parameter in enumerate(self._parameters() if given is None else given):
@@ -498,12 +523,10 @@ class StateAccess(Optimizer):
         the buckets. A large one lies in a file, so that whatever saves it streams, too. Raises UsageError between
         backward and step, CapacityError where neither the store's drives nor memory have room.
         """
-        self._check_idle("optimizer.state_dict()")
+        self.check_idle("optimizer.state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        numbers = itertools.count()
-        options = _TORCH_OPTIONS.get(self.rule.name, {})
-        groups = [group | options | {"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+        groups = self.groups_for(itertools.count())
         segments = {number: self._segments[parameter] for number, parameter in enumerate(self._parameters())}
         result: dict[str, Any] = {"state": self._state.gather_all(segments), "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -516,13 +539,13 @@ class StateAccess(Optimizer):
         Raises UsageError, with nothing changed, between backward and step, for another kind of dict, and for one that
         does not fit: other groups, shapes, names or values; masters that do not round to the present parameters.
         """
-        self._check_idle("optimizer.load_state_dict()")
+        self.check_idle("optimizer.load_state_dict()")
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = state_dict if (replaced := hook(self, state_dict)) is None else replaced
         with torch.no_grad():
             with without_dispatch():
-                groups, states = self._reader().loaded(state_dict)
+                groups, states = self.reader().loaded(state_dict)
             for segment, state in states.items():  # order: all that may refuse first
                 self._state.check_master(segment, state)
             for segment in [s for s, state in states.items() if state and s not in self._state.steps]:
@@ -534,12 +557,39 @@ class StateAccess(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _reader(self) -> StateReader:
-        return StateReader(
-            self.title, self.rule, groups=self.param_groups, defaults=self.defaults, segments=self._segments
-        )
+    @property
+    def kept(self) -> OptimizerState:
+        """The state as it lies in the store."""
+        return self._state
 
-    def _check_idle(self, what: str) -> None:
+    def segment_of(self, parameter: torch.Tensor) -> Segment:
+        """Return the segment of one of this optimizer's parameters."""
+        return self._segments[parameter]
+
+    def groups_for(self, ids: Iterable[Hashable]) -> list[dict[str, Any]]:
+        """Return the groups as torch's optimizer has them, with ``ids`` in the place of parameters."""
+        options, each = _TORCH_OPTIONS.get(self.rule.name, {}), iter(ids)
+        return [group | options | {"params": [next(each) for _ in group["params"]]} for group in self.param_groups]
+
+    def reader(self, title: str = "") -> StateReader:
+        """Return the reader of states from outside; its errors are in the name of ``title``, or of load_state_dict."""
+        found: dict[str, Any] = {"groups": self.param_groups, "defaults": self.defaults, "segments": self._segments}
+        return StateReader(title or f"{self.title}.load_state_dict", self.rule, **found)
+
+    def load_pieces(
+        self,
+        groups: list[dict[str, Any]],
+        states: Iterable[tuple[Segment, int, Mapping[str, Callable[[slice], torch.Tensor]]]],
+    ) -> None:
+        """Take ``groups`` of the reader's, and replace states; see ``OptimizerState.write``."""
+        self.param_groups = groups
+        for segment, steps, values in states:
+            if segment not in self._state.steps:
+                self._add_state(segment.unit, [segment])
+            self._state.write(segment, steps, values)
+
+    def check_idle(self, what: str) -> None:
+        """Finish the pending updates; raise UsageError unless no forward, backward or step is under way."""
         if self._engine is not None:
             self._engine.check_idle(what)
         if self._is_behind:

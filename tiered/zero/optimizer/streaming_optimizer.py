@@ -459,7 +459,7 @@ class StreamingOptimizer(AccelerateGate, StateAccess):
         compare(state, self._description() | {"managed": state["managed"]})
         _, _, managed = layout_of(state, self._segments.values())
         self._state.lay_out(managed)
-        groups, steps = self._reader().committed(state, [segment.name for segment in self._state.steps])
+        groups, steps = self.reader().committed(state, [segment.name for segment in self._state.steps])
         before = given_of(state)
         warn_of_dropped(self.title, self._given, before, groups)
         self._given = before
