@@ -7,6 +7,8 @@ most 2N - 1 rectangles, which is what a distributed checkpoint knows: so nothing
 from __future__ import annotations
 
 import math
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -16,13 +18,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from tiered.errors import UsageError
+from tiered.zero.parameters.tensor_without_bytes import close
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "Shard"]
+__all__ = ["LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "Shard", "Window"]
 
 LOADED, NOT_LOADED, NOTHING_TO_LOAD = 1, 2, 3
 
-_MOST_NBYTES = 64 << 20  # of one rectangle, which is all that a save has in memory
+_MOST_NBYTES = 64 << 20  # of one rectangle
+_WINDOW_NBYTES = 256 << 20
 _PART_NUMEL = 1 << 20
 
 
@@ -131,6 +135,27 @@ class CheckpointTensor(torch.Tensor):
         return (
             f"CheckpointTensor({tuple(self.shard.shape)}, {self.shard.dtype}, {len(self.shard.rectangles)} rectangles)"
         )
+
+
+class Window:
+    """The copies that a save has been given: each thread's last 256 MiB; the memory of earlier ones is taken back.
+
+    torch's writers keep a reference to all that they have written until a file ends, and read each once. A read of a
+    copy whose memory was taken back raises RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def add(self, copied: torch.Tensor) -> torch.Tensor:
+        """Return ``copied``, and take back the memory of what this thread was given long before."""
+        kept: deque[torch.Tensor] = vars(self._of_thread).setdefault("kept", deque())
+        kept.append(copied)
+        while len(kept) > 1 and sum(each.nbytes for each in kept) > _WINDOW_NBYTES:
+            earlier = kept.popleft()
+            earlier.untyped_storage().resize_(0)
+            close(earlier, "tiered.sharded_state_dict has taken back the memory of a tensor that was saved long before")
+        return copied
 
 
 class Shard:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.interop.checkpoint_shards import LOADED, NOT_LOADED, Shard
+from tiered.interop.checkpoint_shards import LOADED, NOT_LOADED, Shard, Window
 from tiered.ranks.ranks import phase
 from tiered.zero.model_state import ModelValues
 from tiered.zero.optimizer.fp32_masters import leased
@@ -40,8 +40,9 @@ def sharded_state_dict(
     They have the names and the nesting of ``torch.distributed.checkpoint.state_dict.get_state_dict(model, optimizer)``,
     so that FSDP2 and plain torch read what is saved here, and the other way round; the second is {} without an
     optimizer. Each tensor of the store is one that only ``save`` and ``load`` can use, inside the block: for them it is
-    this rank's rectangles of at most 64 MiB, read or written one at a time. Nothing is gathered. All ranks come here
-    together.
+    this rank's rectangles of at most 64 MiB, read or written one at a time. Nothing is gathered, and 256 MiB are in
+    memory; so a writer that reads a tensor again at the end, as that of safetensors files does, takes no more than that
+    (``tiered.save_pretrained`` writes such files). All ranks come here together.
 
     ``mode="rw"`` is for ``load``: loaded values wait in a file beside the store's, 4 bytes for each element of a
     parameter, of a moment and of a master, and replace the store's when the block ends; an error changes nothing.
@@ -94,6 +95,7 @@ class _Source:
         self.optimizer_state: dict[str, Any] = {}
         self._model, self._optimizer, self._engines = model, optimizer, values.engines
         self._is_target, self._has_master_weights = is_target, master_weights
+        self._window = Window()
         self._lock = threading.Lock()  # a writer of checkpoints may have threads
         self._weights: dict[Segment, Shard] = {}
         self._kept: dict[Segment, dict[str, Shard]] = {}
@@ -147,12 +149,12 @@ class _Source:
             with self._lock, self.store.working_set.mark:
                 if kind:
                     assert self._optimizer is not None
-                    return self._optimizer.kept.read(segment, elements)[kind]
+                    return self._window.add(self._optimizer.kept.read(segment, elements, kind))
                 first = segment.stretch.start
                 with leased(self.store, segment.unit.keys[segment.span], "r") as span:
                     values = segment.piece(span)[elements.start - first : elements.stop - first].clone()
                     del span
-                return values
+                return self._window.add(values)
 
         return read
 

@@ -384,20 +384,19 @@ class OptimizerState:
             return {"step": step, **shaped}
 
     def dtype_of(self, segment: Segment) -> torch.dtype:
-        """Return the dtype of the values that ``gather`` and ``read`` return."""
+        """Return the dtype of moments and masters as ``gather`` and ``read`` return them."""
         return torch.float64 if segment.dtype == torch.float64 else torch.float32
 
     def has_master(self, segment: Segment) -> bool:
         """Return whether the parameter is not its own master."""
         return self._layouts.of(segment.dtype).master is not None
 
-    def read(self, segment: Segment, elements: range) -> dict[str, torch.Tensor]:
-        """Return moments and master of ``elements``, in memory order, of this rank's shard: copies, (numel,) each."""
-        names, dtype = [*self._names, *["master"] * self.has_master(segment)], self.dtype_of(segment)
-        flats = {name: torch.empty(len(elements), dtype=dtype, device="cpu") for name in names}
+    def read(self, segment: Segment, elements: range, name: str) -> torch.Tensor:
+        """Return a moment, or "master", of ``elements``, in memory order, of this rank's shard: a copy, (numel,)."""
+        flat = torch.empty(len(elements), dtype=self.dtype_of(segment), device="cpu")
         with self._store.working_set.mark:
-            self._fill(segment, flats, elements)
-        return flats
+            self._fill(segment, {name: flat}, elements)
+        return flat
 
     def _fill(self, segment: Segment, flats: Mapping[str, torch.Tensor], elements: range) -> None:
         """Fill ``flats``, which have ``elements``, with the values that lie in this rank's shard."""
@@ -406,10 +405,11 @@ class OptimizerState:
             for tile, start, stop in self._stretches(segment, "r", elements):
                 rows, own = tile.rows(self._scratch), hi[start - first : stop - first]
                 values = dict(zip(self._names, tile.decode_moments(rows), strict=True))
-                if layout.marks is not None:  # lifetime: the copy loses its marks, not the leased bytes
-                    name = self._names[layout.marks]
-                    values[name] = tile.master[-1] = values[name].clone()
-                if layout.master is not None:
+                marked = None if layout.marks is None else self._names[layout.marks]
+                if marked is not None and not flats.keys().isdisjoint((marked, "master")):
+                    # lifetime: the copy loses its marks, not the leased bytes
+                    values[marked] = tile.master[-1] = values[marked].clone()
+                if "master" in flats or marked in flats:
                     values["master"] = tile.decode_master(own, rows)
                 begin, end = max(start, elements.start), min(stop, elements.stop)
                 for name, flat in flats.items():  # all moments, or none
