@@ -22,8 +22,9 @@ from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
 from tiered.store.generations.generations import Generations
 from tiered.store.lifetime.lock import Lock
-from tiered.store.lifetime.rank_sets import RankSet, newest_of
+from tiered.store.lifetime.rank_sets import RankSet, find_sets, newest_of
 from tiered.tools.cli import main
+from tiered.zero.reshard import carry_over
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,19 @@ def test_parameters_and_state_are_those_that_were_committed(
     trained = run(ranks, worlds[-1], tmp_path, model=model, num_steps=3, **options)
     again = run(ranks, worlds[-1], tmp_path, model=model, num_steps=3, **options)
     assert trained[0]["digests"] == again[0]["digests"] != before[0]["digests"], "and training goes on, and commits"
+
+
+def test_a_commit_since_the_look_at_the_old_set_is_not_lost(ranks: Ranks, tmp_path: Path) -> None:
+    run(ranks, 2, tmp_path / "run", num_steps=1)
+    origin = newest_of(find_sets([tmp_path / "run"]))
+    assert origin is not None
+    run(ranks, 2, tmp_path / "run", num_steps=2)
+    with (
+        tiered.Store(tmp_path / "new", dram="16MiB") as store,
+        pytest.raises(UsageError, match="another process has committed to the run of 2 ranks, generation 1"),
+        carry_over(store, origin, external=(), engine="auto"),
+    ):
+        pass
 
 
 def test_as_many_ranks_as_before_have_the_bytes_of_before(

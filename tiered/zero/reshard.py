@@ -91,6 +91,7 @@ def carry_over(
     """
     with ExitStack() as stack:
         sources = [stack.enter_context(_opened(each, origin.generation, external, engine)) for each in origin.stores]
+        origin.check_unchanged()  # order: once nobody else can commit to them
         with taking_apart(f"{origin.world} ranks", by="reader"):
             plan = _Plan(store, sources)
         plan.check_space()

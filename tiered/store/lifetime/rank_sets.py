@@ -67,6 +67,16 @@ class RankSet(NamedTuple):
         """Whether no rank has come further than to the first generation, which is the origin's last."""
         return bool(self.origins) and all(name.number <= 1 for names in self.kept for name in names)
 
+    def check_unchanged(self) -> None:
+        """Raise UsageError for stores that have other generations now; they are locked from here on."""
+        for store, names in zip(self.stores, self.kept, strict=True):
+            with closing(SqliteCatalog(store[0] / CATALOG_NAME, read_only=True)) as catalog:
+                if catalog.kept() != names:
+                    raise UsageError(
+                        f"{store[0]}: another process has committed to the run of {self} since this opening looked at"
+                        " it; expected one process group at a time: open it again"
+                    )
+
     def __str__(self) -> str:
         lacking = [str(rank) for rank, store in enumerate(self.stores) if not store]
         numbers = [str(max((name.number for name in names), default=0)) for names in self.kept]
