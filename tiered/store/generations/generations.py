@@ -106,19 +106,16 @@ class Generations:
                 f" {self._working_set.generation}; open the store for this alone"
             )
 
-    def commit_as_is(self) -> int:
-        """Seal the keys as they are with exactly the text of the last commit, and start to flush."""
+    def commit_as_is(self, text: str | None = None) -> int:
+        """Seal the keys as they are with ``text``, or exactly that of the last commit, and start to flush."""
         with self._turn, self._working_set.mark:
             committer = self._ready("commit")
             with committer.attempt(self.registry.steps()) as attempt:
-                return committer.start(self.root.state, attempt)
+                return committer.start(self.root.state if text is None else text, attempt)
 
     def take_over(self, text: str) -> None:
         """Commit the keys as they are with ``text``, the state of another set of ranks; wait until it is durable."""
-        with self._turn, self._working_set.mark:
-            committer = self._ready("commit")
-            with committer.attempt(self.registry.steps()) as attempt:
-                committer.start(text, attempt)
+        self.commit_as_is(text)
         self.wait()
         self._user_text = encode_user_state(committed_state(text)[0])
         self.registry.carry(text)
