@@ -242,6 +242,8 @@ def test_a_store_that_was_opened_takes_no_options_of_one(tmp_path: Path) -> None
         with pytest.raises(UsageError, match=r"expected dram at tiered\.Store"):
             tiered.hf.Arguments(store=store, dram="1GiB")
         assert tiered.hf.Arguments(store=store).store is store
+    with tiered.hf.Arguments(store=tmp_path / "other", dram="8MiB", rank_deadline=5).open() as store:
+        assert store.rank_deadline == 5.0
 
 
 class Masking:

@@ -22,7 +22,7 @@ from tiered.zero.optimizer.streaming_optimizer import StreamingOptimizer
 __all__ = ["Arguments", "choose_optimizer", "refuse", "refuse_other_ranks"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-_OF_THE_STORE = ("dram", "device_memory", "durable", "engine", "external")
+_OF_THE_STORE = ("dram", "device_memory", "durable", "engine", "external", "rank_deadline")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Arguments:
 
     ``store``: a directory, several of them (striped), or a ``tiered.Store`` that the caller opens and closes; a path is
     opened when the Trainer is made. It must not lie in a ``checkpoint-N`` folder, which rotation deletes. ``dram``,
-    ``device_memory``, ``durable``, ``engine`` and ``external`` are the store's, and are only for paths.
+    ``device_memory``, ``durable``, ``engine``, ``external`` and ``rank_deadline`` are the store's, only for paths.
 
     ``unit``, ``weights``, ``activations``, ``hold``, ``update_on`` and ``stage`` are those of ``tiered.shard``.
     ``param_dtype``: a dtype, "bf16", "fp32", "fp16", None for the model's own, or "auto": bf16 under
@@ -49,6 +49,7 @@ class Arguments:
     durable: bool = True
     engine: str = "auto"
     external: Sequence[str | os.PathLike[str]] = ()
+    rank_deadline: float = Store.rank_deadline
     unit: Any = None
     param_dtype: torch.dtype | str | None = "auto"
     weights: Any = None
@@ -120,7 +121,7 @@ class Arguments:
             return self.store
         return Store(
             *self.directories, dram=self.dram, device_memory=self.device_memory, durable=self.durable,
-            engine=self.engine, external=self.external,
+            engine=self.engine, external=self.external, rank_deadline=self.rank_deadline,
         )  # fmt: skip
 
     def shard_options(self, *, bf16: bool) -> dict[str, Any]:
