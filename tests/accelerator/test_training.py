@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import tiered
@@ -97,6 +98,32 @@ def test_a_reference_that_is_updated_on_the_cpu_has_the_same_bits_here(dtype: An
     expected = reference_on("sim", "gpt", recipe)
     there.masters = {name: master for name, master in there.masters.items() if name in expected.cast}
     assert_same(there, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+def test_a_distributed_checkpoint_has_and_brings_the_values_of_a_device(
+    update_on: str, accelerator: Any, tmp_path: Path
+) -> None:
+    recipe = Recipe(param_dtype=BF16, num_steps=4)
+    expected = reference_on(DEVICE, "odd_sizes", recipe, update_on)
+    with tiered.Store(tmp_path / "store", dram=ROOMY_NBYTES, device_memory=ROOMY_NBYTES) as store:
+        session = start(case_on(DEVICE, "odd_sizes"), recipe, store, "step", device=DEVICE, update_on=update_on)
+        for step in (0, 1):
+            session.run_step(step)
+        with tiered.sharded_state_dict(session.model, session.optimizer) as state_dicts:
+            dcp.save(dict(enumerate(state_dicts)), checkpoint_id=tmp_path / "saved", no_dist=True)
+        schedule = session.scheduler.state_dict() if session.scheduler is not None else None
+        for step in (2, 3):
+            session.run_step(step)
+        with tiered.sharded_state_dict(session.model, session.optimizer, mode="rw") as state_dicts:
+            dcp.load(dict(enumerate(state_dicts)), checkpoint_id=tmp_path / "saved", no_dist=True)
+        if session.scheduler is not None:
+            session.scheduler.load_state_dict(schedule)
+        del session.trained.losses[2:]
+        for step in (2, 3):
+            session.run_step(step)
+        assert_same(session.collect(), expected)
 
 
 def test_a_model_constructed_on_the_cpu_is_sharded_onto_the_device(accelerator: Any, tmp_path: Path) -> None:
