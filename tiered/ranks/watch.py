@@ -360,7 +360,7 @@ def copy_of(error: _Error) -> _Error:
 def words_of(error: BaseException) -> str:
     """Return the class and the message of ``error``, whatever its class makes of a message."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")  # as KeyboardInterrupt has none
     except Exception:  # its class decides
         return type(error).__name__
 
