@@ -109,6 +109,8 @@ ELSEWHERE = {
     "MyModel()\n    model = tiered.shard(": "test_readme_loop.py",
     'device="cuda"': "accelerator/test_docs.py",
     'init_process_group("gloo")': "ranks/test_training.py",
+    "asked.append(number)": "ranks/test_stops.py",
+    "torch.tensor(len(asked))": "ranks/test_stops.py",
     "whole = DistributedDataParallel(": "zero/test_one_rank.py",
     "where = tiered.hf.Arguments(": "interop/test_quick_start.py",
 }

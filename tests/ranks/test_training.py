@@ -219,7 +219,7 @@ def test_a_loop_that_differs_is_a_named_error_on_every_rank(kind: str, text: str
 
 
 def test_the_loop_of_the_page_runs_as_written(ranks: Ranks) -> None:
-    (text,) = blocks(ROOT / "docs/ranks.md", "python")
+    text = blocks(ROOT / "docs/ranks.md", "python")[0]
     found = ranks.run("page", text=text)
     assert len(set(found)) == 1, "all ranks have the same model"
 
