@@ -6,26 +6,28 @@ import contextlib
 import importlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForMaskedLM
 
 import tiered
 from tests.models import GPT, Case, batch_of_tokens
 from tests.ranks.processes import case
-from tests.ranks.training import ZOO, digests_of, group_of, over_ranks, pieces_of, recipe_of
+from tests.ranks.training import ZOO, digests_of, group_of, pieces_of, recipe_of
 from tests.reference import Trained
-from tests.zero.training import budget_named_in, start
+from tests.zero.training import Session, budget_named_in, start
 from tiered.errors import CapacityError
 
 constructing: Any = importlib.import_module("tiered.zero.construct")  # tiered.zero has the function of that name
 
-__all__ = ["build", "looks_of", "parameter_nbytes"]
+__all__ = ["NUM_MICRO_STEPS", "build", "looks_of", "parameter_nbytes", "rate_of", "rows_of"]
 
 
 def _habits() -> nn.Module:
@@ -175,33 +177,106 @@ def construct_apart(send: Callable[[Any], None], *, kind: str, world: int, parks
     return ""
 
 
-@case
-def accelerate(send: Callable[[Any], None], *, num_micro_steps: int) -> Any:
-    """Train BERT by the loop of accelerate over all ranks, which clips by torch's function; return digests."""
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+NUM_ROWS, ROWS, NUM_MICRO_STEPS = 35, 2, 2
+"""For three ranks: 18 batches, so six for each, of which the last takes a row from the start; three steps."""
+
+
+def _rows(num: int, seed: int) -> TensorDataset:
+    tokens, labels = torch.randint(509, (2, num, 6), generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(tokens, labels)
+
+
+def rows_of(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a batch of the training, of those of all ranks."""
+    rows = _rows(NUM_ROWS, 0)
+    both = [rows[number % NUM_ROWS] for number in range(index * ROWS, (index + 1) * ROWS)]
+    return torch.stack([each[0] for each in both]), torch.stack([each[1] for each in both])
+
+
+def rate_of(step: int, world: int) -> float:
+    """Return the learning rate of a step: accelerate steps a scheduler once for each rank."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    for _ in range(step * world):
+        optimizer.step()
+        scheduler.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+@contextlib.contextmanager
+def _accelerated(**options: Any) -> Iterator[tuple[Session, Any]]:
+    """A session over all ranks, of which accelerate knows as torchrun tells of them, and its Accelerator."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    rank, world = dist.get_rank(), dist.get_world_size()
-    zoo, recipe = over_ranks(ZOO["bert"], rank, world), recipe_of("fp32", num_micro_steps=num_micro_steps)
-    told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    rank, world = str(dist.get_rank()), dist.get_world_size()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     with (
         tempfile.TemporaryDirectory(prefix="tiered-") as directory,
-        mock.patch.dict(os.environ, told),
+        mock.patch.dict(os.environ, told if options.pop("tells", True) else {}),
         tiered.Store(directory, dram=(64 << 20) * world, durable=False, rank_deadline=30) as store,
     ):
-        session = start(zoo, recipe, store)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_micro_steps)
-        assert accelerator.num_processes == world
-        model, optimizer = accelerator.prepare(session.model, session.optimizer)
-        assert model is session.model
-        for index in range(recipe.num_steps * num_micro_steps):
+        session = start(ZOO["bert"], recipe_of("fp32", num_micro_steps=NUM_MICRO_STEPS), store)
+        try:
+            yield session, Accelerator(cpu=True, gradient_accumulation_steps=NUM_MICRO_STEPS)
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@case
+def accelerate(send: Callable[[Any], None]) -> Any:
+    """Train and evaluate BERT by the whole loop of accelerate's examples; return digests and what it has gathered."""
+    with _accelerated() as (session, accelerator):
+        held, trained = _rows(7, 1), session.trained
+        optimizer = session.optimizer
+        made = [
+            session.model,
+            optimizer,
+            *(DataLoader(rows, ROWS, generator=torch.Generator()) for rows in (_rows(NUM_ROWS, 0), held)),
+            torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
+        ]
+        model, optimizer, loader, held_loader, scheduler = accelerator.prepare(*made)
+        assert model is session.model and optimizer is session.optimizer
+        assert not any(isinstance(each, DistributedDataParallel) for each in model.modules())
+        model.train()
+        for batch in loader:
             with accelerator.accumulate(model):
-                loss = zoo.loss(model, zoo.batch(index))
+                loss = ZOO["bert"].loss(model, batch)
                 accelerator.backward(loss)
-                session.trained.losses.append(loss.detach().clone())
+                trained.losses.append(loss.detach().clone())
                 if accelerator.sync_gradients:
-                    session.trained.norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.4).clone())
+                    trained.norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.4).clone())
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
-        AcceleratorState._reset_state(reset_partial_state=True)
-        return {"digests": digests_of(session.collect()), "pieces": pieces_of(model)}
+        model.eval()
+        gathered: list[torch.Tensor] = []
+        for tokens, labels in held_loader:
+            with torch.no_grad():
+                guesses = model(input_ids=tokens).logits.argmax(-1)
+            gathered.append(torch.stack(accelerator.gather_for_metrics((guesses, labels)), 1))
+        whole = _bert().eval()
+        whole.load_state_dict(accelerator.get_state_dict(model))
+        with torch.no_grad():
+            expected = whole(input_ids=held.tensors[0]).logits.argmax(-1)
+        return {
+            "digests": digests_of(session.collect()),
+            "pieces": pieces_of(model),
+            "held": torch.cat(gathered).tolist() == torch.stack([expected, held.tensors[1]], 1).tolist(),
+        }
+
+
+@case
+def accelerate_apart(send: Callable[[Any], None], *, kind: str) -> str:
+    """Prepare what would train apart or twice; return the error."""
+    with _accelerated(tells=kind != "not told") as (session, accelerator):
+        try:
+            if kind == "prepared before":
+                tiered.shard(accelerator.prepare(_bert()), session.store)
+            accelerator.prepare(session.optimizer)
+        except tiered.UsageError as error:
+            return str(error)
+    return ""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.constructed import build, looks_of, parameter_nbytes
+from tests.ranks.constructed import NUM_MICRO_STEPS, build, looks_of, parameter_nbytes, rate_of, rows_of
 from tests.ranks.processes import Ranks, StartedRanks
 from tests.ranks.test_training import assert_same
+from tests.ranks.training import ZOO
 from tests.ranks.training import expected as trained
+from tests.reference import MasterAdamW
 from tests.rigs.warm_python import WarmPython
 
 
@@ -55,11 +58,31 @@ def test_bits_of_bert(world: int, dtype: str, update: str, ranks: Ranks) -> None
     assert_same(found, trained(**options, **clips, pieces=pieces if clips else None))
 
 
-def test_bits_of_berts_training_by_accelerate(ranks: Ranks) -> None:
-    found = ranks.run("accelerate", num_micro_steps=2)
-    pieces = [each["pieces"] for each in found]
-    options: dict[str, Any] = {"model": "bert", "world": 3, "dtype": "fp32", "update": "step", "exchanges_each": False}
-    assert_same(found, trained(**options, num_micro_steps=2, max_norm=0.4, pieces=pieces))
+def test_accelerates_own_loop_has_the_bits_of_the_mean_over_ranks(ranks: Ranks) -> None:
+    """With its loaders, whose last batch is filled up, its scheduler, and what an evaluation gathers."""
+
+    def set_rate(step: int, _: Any, optimizer: MasterAdamW) -> None:
+        optimizer.optimizer.param_groups[0]["lr"] = rate_of(step, 3)
+
+    found = ranks.run("accelerate")
+    assert [each["held"] for each in found] == [True, True, True]
+    wanted = trained(
+        replace(ZOO["bert"], batch=rows_of), world=3, dtype="fp32", update="step", exchanges_each=False,
+        num_micro_steps=NUM_MICRO_STEPS, max_norm=0.4, pieces=[each["pieces"] for each in found], before_step=set_rate,
+    )  # fmt: skip
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("not told", r"the only one to accelerate, and rank [012] of 3 to .*Accelerator\(cpu=True\)"),
+        ("prepared before", r"in DistributedDataParallel, into a store of 3 ranks.*before accelerator.prepare\(\)"),
+    ],
+)
+def test_what_accelerate_would_train_apart_or_twice_is_refused_by_name(kind: str, text: str, ranks: Ranks) -> None:
+    for each in ranks.run("accelerate_apart", kind=kind):
+        assert re.search(text, each), each
 
 
 def test_each_byte_is_written_once(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tiered.errors import UsageError
 from tiered.store.store import Store
 
-__all__ = ["DistributedLater", "refuse_distributed", "refuse_ranks"]
+__all__ = ["DistributedLater", "refuse_distributed", "refuse_ranks", "refuse_wrapped"]
 
 
 def refuse_ranks(store: Store) -> None:
@@ -30,6 +30,16 @@ def refuse_ranks(store: Store) -> None:
             " own; expected torch.distributed.init_process_group() before tiered.Store(...), or"
             " tiered.Store(..., process_group=False) for models that are to differ or that DistributedDataParallel,"
             " made before tiered.shard, keeps alike"
+        )
+
+
+def refuse_wrapped(model: nn.Module, store: Store) -> None:
+    """Raise UsageError where DistributedDataParallel is in ``model`` and ``store`` has ranks, which exchange, too."""
+    if store.ranks is not None and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UsageError(
+            f"tiered.shard of a model in DistributedDataParallel, into a store of {store.ranks.world} ranks, which add"
+            " up their gradients themselves; expected tiered.shard(model, store) of the plain model, its .module,"
+            " before accelerator.prepare(), which then leaves the model as it is"
         )
 
 
@@ -52,6 +62,6 @@ class DistributedLater:
     def __iter__(self) -> Iterator[str]:
         raise UsageError(
             "DistributedDataParallel around a sharded model: it would send values that lie in the store; expected"
-            " DistributedDataParallel first, and tiered.shard of it after, with"
-            ' tiered.Store(..., process_group=False) and update="step"'
+            " none where the store has ranks, which add up their gradients themselves, or DistributedDataParallel"
+            ' first, and tiered.shard of it after, with tiered.Store(..., process_group=False) and update="step"'
         )

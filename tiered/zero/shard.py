@@ -42,7 +42,7 @@ from tiered.zero.engine import Engine
 from tiered.zero.formats.budget import share_out_as_asked
 from tiered.zero.layout import Shares, UnitRule, divide_into_units
 from tiered.zero.model_state import ModelState, RandomState, hook_state_dicts, refuse_missing
-from tiered.zero.one_rank import DistributedLater, refuse_ranks
+from tiered.zero.one_rank import DistributedLater, refuse_ranks, refuse_wrapped
 from tiered.zero.optimizer.fp32_masters import Masters, masters_nbytes, write_masters
 from tiered.zero.parameters.parameter import TieredParameter, without_dispatch
 from tiered.zero.parameters.tensor_without_bytes import placeholder
@@ -326,6 +326,7 @@ def _ranks_of(model: Any, store: Any) -> Ranks | None:
 def _check(model: Any, store: Any, *, stage: int, param_dtype: Any) -> None:
     """Raise for arguments that ``shard`` cannot take, and for a model or a store that was sharded before."""
     refuse_ranks(store)
+    refuse_wrapped(model, store)
     if param_dtype is not None and not isinstance(param_dtype, torch.dtype):
         raise TypeError(f"param_dtype={param_dtype!r}; expected a torch.dtype such as torch.bfloat16, or None")
     if stage not in (1, 2, 3):

@@ -54,6 +54,7 @@ class AccelerateGate:
     """An optimizer that counts as prepared by accelerate; accelerate is never imported here."""
 
     step_was_skipped = False  # accelerate asks after each step
+    _store: Store
     _gradient_state: Any = None  # accelerate's, once its prepare() has seen this optimizer
 
     @property
@@ -67,9 +68,17 @@ class AccelerateGate:
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Take note: accelerate's prepare() sets this. Raises UsageError for fp16, whose scaler steps for it."""
+        """Take note: accelerate's prepare() sets this. Raises UsageError for fp16, and for unknown ranks."""
         state: Any = sys.modules["accelerate.state"]
-        if state.AcceleratorState().mixed_precision == "fp16":
+        accelerated, ranks = state.AcceleratorState(), self._store.ranks
+        if ranks is not None and accelerated.num_processes == 1:
+            raise UsageError(
+                f"this process is the only one to accelerate, and rank {ranks.rank} of {ranks.world} to"
+                f" {self._store!r}: accelerator.prepare(loader) would give each rank all batches; expected the script"
+                " to be started by torchrun or accelerate launch, and Accelerator(cpu=True) on a machine without"
+                " accelerators, or tiered.Store(..., process_group=False) for a run of this process alone"
+            )
+        if accelerated.mixed_precision == "fp16":
             raise UsageError(
                 'Accelerator(mixed_precision="fp16") steps optimizers through a scaler of its own; expected "no", and'
                 " tiered.shard(param_dtype=torch.bfloat16), or tiered.GradScaler in a loop of your own"
