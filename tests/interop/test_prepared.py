@@ -82,3 +82,11 @@ def test_accelerate_with_fp16_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         model = tiered.shard(build("gpt2"), store)
         with pytest.raises(UsageError, match="fp16"):
             accelerator.prepare(tiered.AdamW(model.parameters()))
+
+
+def test_a_loader_that_is_resumable_is_so_before_it_is_prepared() -> None:
+    accelerator, loader = Accelerator(cpu=True), DataLoader(Tokens(8), batch_size=2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"DataLoaderShard.*tiered.resumable\(loader\) of the loader before"):
+        tiered.resumable(accelerator.prepare(loader))
+    resumable = tiered.resumable(loader)
+    assert accelerator.prepare(resumable) is resumable

@@ -43,11 +43,17 @@ def resumable(loader: Iterable[Batch], *, replay: bool = False) -> ResumableLoad
     of passes, come back as well. A sampler or an iterable that draws from the process's own generators as it goes on,
     after its first item, comes back exactly only where the loop does not draw from the same one; one warning says so.
 
-    Raises TypeError for anything not iterable, ValueError for ``persistent_workers``, whose generators go on from epoch
-    to epoch.
+    Raises TypeError for anything not iterable, UsageError for a loader that accelerate has prepared, ValueError for
+    ``persistent_workers``, whose generators go on from epoch to epoch.
     """
     if not isinstance(loader, Iterable):
         raise TypeError(f"resumable: expected a DataLoader or another iterable of batches, got {type(loader).__name__}")
+    if type(loader).__module__.startswith("accelerate.") and not getattr(loader, "use_stateful_dataloader", False):
+        raise UsageError(
+            f"resumable: {type(loader).__name__}, made by accelerator.prepare(), keeps no place in its epoch; expected"
+            " tiered.resumable(loader) of the loader before, over several ranks with a DistributedSampler: prepare()"
+            " leaves it as it is"
+        )
     if getattr(loader, "persistent_workers", False):
         raise ValueError(
             "resumable: worker processes that persist draw on from epoch to epoch, and a resumed run cannot bring that"
