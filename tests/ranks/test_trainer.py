@@ -70,13 +70,21 @@ def test_bits_of_the_trainer_over_distributed_data_parallel(undisturbed: Any, ra
     assert digests_of(Trained(parameters=written)).items() <= found[0]["digests"].items()
 
 
-def assert_as_plain(model: str, found: list[Any], ranks: Ranks, path: Path) -> None:
+def assert_as_plain(model: str, found: list[Any], ranks: Ranks, path: Path, **options: Any) -> None:
     """Assert that nothing is wrapped, and that all else is as over DistributedDataParallel."""
     pieces = {name: [each["pieces"][name] for each in found] for name in found[0]["pieces"]}
-    plain = ranks.run("train_plain_trainer", path=str(path), model=model, pieces=pieces)
-    assert [each["wrapped"] for each in (*found, *plain)] == [0, 0, 1, 1]
+    plain = ranks.run("train_plain_trainer", path=str(path), model=model, pieces=pieces, **options)
+    assert [each["wrapped"] for each in (*found, *plain)] == [0] * len(found) + [1] * len(plain)
     assert [of_run(each) for each in found] == [of_run(each) for each in plain]
     assert found[0]["losses"] != found[1]["losses"], "each rank has batches of its own"
+
+
+def test_bits_at_three_ranks_are_those_of_the_mean_in_their_order(python: WarmPython, tmp_path: Path) -> None:
+    """At three, DistributedDataParallel's own mean has other last bits."""
+    options: dict[str, Any] = {"max_steps": 2, "eval_strategy": "no"}
+    with StartedRanks(3, python.executable, limit_s=240.0, cases=("trainer",)) as ranks:
+        found = ranks.run("train", path=str(tmp_path / "run"), **options)
+        assert_as_plain("gpt2", found, ranks, tmp_path / "plain", adds_in_order=True, **options)
 
 
 @pytest.mark.parametrize("model", ["lora", "lora beside"])

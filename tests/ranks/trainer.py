@@ -85,10 +85,32 @@ class Tiered(_Losses, tiered.hf.Trainer):
     """tiered's, with the losses."""
 
 
+def _mean_in_order(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the mean of gradients that are added in fp32 in the order of the ranks: ``ranks_reference``'s."""
+    gradients = bucket.buffer()
+    of_ranks = [torch.empty_like(gradients) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, gradients)
+    total = torch.zeros_like(gradients)
+    for each in of_ranks:
+        total = total + each
+    mean: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    mean.set_result(total * torch.tensor(1 / len(of_ranks)))
+    return mean
+
+
 class Plain(_Losses, transformers.Trainer):  # type: ignore[misc]
-    """transformers' own, over DistributedDataParallel, which clips by the norms of the ranks' pieces of parameters."""
+    """transformers' own, over DistributedDataParallel, which clips by the norms of the ranks' pieces of parameters.
+
+    ``adds_in_order``: with the mean of ``ranks_reference``. DistributedDataParallel's depends on who adds which part.
+    """
 
     pieces: dict[str, list[tuple[int, int]]]
+    adds_in_order: bool
+
+    def training_step(self, model: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        if self.adds_in_order and "losses" not in vars(self):
+            model.register_comm_hook(None, lambda _, bucket: _mean_in_order(bucket))
+        return super().training_step(model, *arguments, **options)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
         named = [(n.removeprefix("module."), p.grad) for n, p in model.named_parameters() if p.grad is not None]
@@ -197,13 +219,19 @@ def train(send: Callable[[Any], None], *, path: str, **options: Any) -> Any:
 
 @case
 def train_plain_trainer(
-    send: Callable[[Any], None], *, path: str, pieces: dict[str, list[tuple[int, int]]], model: str, **options: Any
+    send: Callable[[Any], None],
+    *,
+    path: str,
+    pieces: dict[str, list[tuple[int, int]]],
+    model: str,
+    adds_in_order: bool = False,
+    **options: Any,
 ) -> Any:
     """Train over DistributedDataParallel, as one would without tiered."""
     with told():
         built = adapted(build("llama")) if "lora" in model else build(model)
         trainer = Plain(model=built, **of_both(training_arguments(Path(path), **OPTIONS | options)))
-        trainer.pieces = pieces
+        trainer.pieces, trainer.adds_in_order = pieces, adds_in_order
         trainer.train()
         return outcome(trainer)
 
