@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Commits over ranks: what agreeing and confirming take, and what a run takes to be carried over to other ranks.
 
-Usage: python bench/ranks_commit.py [--worlds 1,2,4 --commits 100 --carry 2,4,3 --width 1024 --layers 8]
+Usage: python bench/ranks_commit.py [--worlds 1,2,4 --commits 100 --carry 2,4,3 --width 1024 --layers 8 --restarts 1]
 
 The first part commits a key of 4 KiB on each rank, again and again. "agree" is the wait of the training thread for the
 proposal, "confirm" that of the commit's thread for all ranks, each the median over commits of the slowest rank. The
 second part trains one step of fp32 with AdamW, and opens the run with each number of ranks in turn. "grew" is the
 largest resident memory of a rank in that opening, beyond that before it, pages of the budget included: to be compared
-with the largest span and 64 MiB. One JSON line comes last.
+with the largest span and 64 MiB. The third part, ``--restarts`` times, has torchrun start two ranks of which one is
+killed between two steps, and says how many seconds after that all have begun again, have imported torch and tiered,
+have the run, and have made a step. One JSON line comes last.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import logging
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -127,6 +130,60 @@ def measure_carry(worlds: list[int], width: int, layers: int, folder: str) -> li
     return rows
 
 
+WORDS = ("begun", "imported", "resumed", "step")
+RESTARTED = """
+import json, os, signal, sys, time
+def say(word):
+    os.write(1, (json.dumps([word, os.environ["RANK"], time.monotonic()]) + "\\n").encode())
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+say("begun" + life)
+import torch
+import torch.distributed as dist
+import tiered
+say("imported" + life)
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+with tiered.Store(sys.argv[1], dram="64MiB") as store:
+    model = tiered.shard(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))), store)
+    optimizer = tiered.AdamW(model.parameters())
+    step = store.resume().get("step", 0)
+    say("resumed" + life)
+    while step < 8:
+        model(torch.ones(4, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        store.commit({"step": step}, wait=False)
+        say("step" + life)
+        if life == "0" and step == 5 and dist.get_rank() == 1:
+            say("killed")
+            os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def measure_restarts(num: int, folder: str) -> list[dict[str, float]]:
+    """Return, for each of ``num`` kills, the seconds from it until the last of two ranks has come to each word."""
+    rows: list[dict[str, float]] = []
+    for _ in range(num):
+        with tempfile.TemporaryDirectory(dir=folder) as directory:
+            script = Path(directory, "train.py")
+            script.write_text(RESTARTED)
+            words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+            root = str(Path(__file__).resolve().parents[1])
+            ended = subprocess.run(
+                [sys.executable, *words, str(script), f"{directory}/run"], capture_output=True, text=True, timeout=300,
+                env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": root},
+            )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        said: list[list[Any]] = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")]
+        first = {(word, rank): s for word, rank, s in reversed(said)}
+        times = {word: max(first[f"{word}1", rank] for rank in "01") for word in WORDS}
+        rows.append({word: s - first["killed", "1"] for word, s in times.items()})
+        print("killed: " + ", ".join(f"{word} after {s:.2f} s" for word, s in rows[-1].items()), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=numbers, default="1,2,4", help="numbers of ranks that commit")
@@ -134,6 +191,7 @@ def main() -> None:
     parser.add_argument("--carry", type=numbers, default="2,4,3", help="numbers of ranks that open one run in turn")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--restarts", type=int, default=0, help="kills of a rank that torchrun starts again")
     parser.add_argument("--store", default=tempfile.gettempdir(), help="the folder of the stores")
     args = parser.parse_args()
     logging.getLogger("tiered").setLevel(logging.CRITICAL)
@@ -141,6 +199,7 @@ def main() -> None:
     result: dict[str, Any] = {"bench": "ranks_commit"}
     result["commits"] = measure_commits(args.worlds, args.commits, args.store)
     result["carry"] = measure_carry(args.carry, args.width, args.layers, args.store)
+    result["restarts"] = measure_restarts(args.restarts, args.store)
     print(json.dumps(result))
 
 
