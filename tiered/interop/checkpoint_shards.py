@@ -21,7 +21,7 @@ from tiered.errors import UsageError
 from tiered.zero.parameters.tensor_without_bytes import close
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "Shard", "Window"]
+__all__ = ["LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "SavedCopies", "Shard"]
 
 LOADED, NOT_LOADED, NOTHING_TO_LOAD = 1, 2, 3
 
@@ -137,7 +137,7 @@ class CheckpointTensor(torch.Tensor):
         )
 
 
-class Window:
+class SavedCopies:
     """The copies that a save has been given: each thread's last 256 MiB; the memory of earlier ones is taken back.
 
     torch's writers keep a reference to all that they have written until a file ends, and read each once. A read of a

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tiered.errors import UsageError
-from tiered.interop.checkpoint_shards import LOADED, NOT_LOADED, Shard, Window
+from tiered.interop.checkpoint_shards import LOADED, NOT_LOADED, SavedCopies, Shard
 from tiered.ranks.ranks import phase
 from tiered.zero.model_state import ModelValues
 from tiered.zero.optimizer.fp32_masters import leased
@@ -95,7 +95,7 @@ class _Source:
         self.optimizer_state: dict[str, Any] = {}
         self._model, self._optimizer, self._engines = model, optimizer, values.engines
         self._is_target, self._has_master_weights = is_target, master_weights
-        self._window = Window()
+        self._copies = SavedCopies()
         self._lock = threading.Lock()  # a writer of checkpoints may have threads
         self._weights: dict[Segment, Shard] = {}
         self._kept: dict[Segment, dict[str, Shard]] = {}
@@ -149,12 +149,12 @@ class _Source:
             with self._lock, self.store.working_set.mark:
                 if kind:
                     assert self._optimizer is not None
-                    return self._window.add(self._optimizer.kept.read(segment, elements, kind))
+                    return self._copies.add(self._optimizer.kept.read(segment, elements, kind))
                 first = segment.stretch.start
                 with leased(self.store, segment.unit.keys[segment.span], "r") as span:
                     values = segment.piece(span)[elements.start - first : elements.stop - first].clone()
                     del span
-                return self._window.add(values)
+                return self._copies.add(values)
 
         return read
 
