@@ -89,6 +89,17 @@ def test_a_profile_is_no_obstacle_and_stays(tmp_path, profile):
     assert os.listdir(tmp_path.parent / f"scratch{profile}") == [profile]
 
 
+def test_scratch_space_of_a_process_that_was_killed_is_no_obstacle(tmp_path):
+    """It has a name for an instant where files cannot be made without; gc removes it."""
+    (tmp_path / "scratch-0123456789abcdef").touch(0o600)
+    for mode in "xax":
+        Directories.open([tmp_path], mode).close()
+    (tmp_path.parent / "other").mkdir()
+    (tmp_path.parent / "other" / "scratch-me").touch(0o600)
+    with pytest.raises(UsageError, match="holds 'scratch-me' and no store"):
+        Directories.open([tmp_path.parent / "other"])
+
+
 def test_a_store_opens_with_its_directories_in_any_order(two):
     store_uuid = make_store(*two)
     for paths in (two, two[::-1], [f"{two[1]}/", f"{two[0]}/../a"]):

@@ -124,6 +124,7 @@ _RANK = re.compile(r"rank-\d{4,}-of-(\d{4,})")
 # Files that an interrupted creation, or mkfs, may leave in a directory that holds no store.
 _LEFTOVERS = {LOCK_NAME, f"{_IDENTITY}.new", f"{CATALOG_NAME}.new", f"{CATALOG_NAME}.new-journal", "lost+found"}
 _PROFILES = (f"{PROFILE_NAME}.", f"{LINK_PROFILE_NAME}.")
+_SCRATCH = re.compile(r"scratch-[0-9a-f]{16}")  # it has a name for an instant, where files cannot be made without one
 _OWNED = re.compile(
     rf"{_IDENTITY}|{LEDGER_NAME}|{_DATA.pattern}|{re.escape(CATALOG_NAME)}(-journal|\.new|\.new-journal)?"
 )
@@ -352,8 +353,10 @@ def _look_into(path: Path) -> Identity | None:
                 f"chmod -R u=rwX,go= {shlex.quote(str(path))}"
             )
         return Identity.read(path / _IDENTITY)
-    # A profile, measured before there was a store, is no obstacle; and it is not the store's to remove.
+    # A profile, measured before there was a store, is no obstacle, and it is not the store's to remove. Neither is
+    # scratch space of a process that is gone, which stays where the files of an interrupted switch were removed.
     foreign = [name for name in names if name not in _LEFTOVERS and not f"{name}.".startswith(_PROFILES)]
+    foreign = [name for name in foreign if not _SCRATCH.fullmatch(name)]
     if found := [*stores_of_ranks(path)]:
         raise UsageError(f"{path} holds {len(found)} stores of ranks; give the directory of one, such as {found[0]}")
     if foreign:
