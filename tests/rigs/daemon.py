@@ -13,9 +13,10 @@ import threading
 from bench.faulty_files import FaultyFiles
 from tests.rigs.fuse import mount, serve
 from tests.rigs.passthrough import Passthrough
+from tests.rigs.recorded_files import RecordedFiles
 from tests.rigs.volatile_disks import VolatileDisks
 
-KINDS: dict[str, type[Passthrough]] = {"faulty": FaultyFiles, "volatile": VolatileDisks}
+KINDS: dict[str, type[Passthrough]] = {"faulty": FaultyFiles, "volatile": VolatileDisks, "recorded": RecordedFiles}
 
 
 def main() -> None:
