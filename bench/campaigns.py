@@ -99,6 +99,16 @@ def _ranks(first: int) -> Iterator[Step]:
         yield Step(len(kills), sum(kill.is_inside_commit for kill in kills), wrong)
 
 
+def _switches(first: int) -> Iterator[Step]:
+    """Crashes at changes of a switch to other ranks, an opening, a commit, gc: each seed takes every eighth of one."""
+    from bench.rank_kills import crashes_of_a_switch
+
+    with crashes_of_a_switch() as look:
+        for seed in itertools.count(first):
+            num_opened, wrong = look(seed)
+            yield Step(num_opened, 0, "; ".join(wrong))
+
+
 def _large(first: int) -> Iterator[Step]:
     """A million keys (even seeds), a tensor of more than 2 GiB (odd ones)."""
     from bench import large
@@ -224,6 +234,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "kill": Campaign("", 5_000, _kills),
     "resume": Campaign("", 5_000, _resumes),
     "ranks": Campaign("", 1_000, _ranks),
+    "switch": Campaign("faulty file system", 5_000, _switches),
     "large": Campaign("", 2, _large),
     "soak": Campaign("blkio cgroup", 600, _soak),  # half an hour
     "shutdown-ext4": Campaign("ext4 shutdown", 2_500, _power_cuts("shutdown-ext4")),

@@ -4,19 +4,23 @@ Ranks are forked, with gloo between them. They train a small model, commit after
 their steps, and the parts of each commit; the parent kills some moment after a report, and starts all again in the same
 directory. At the end equal are the parameters, masters, moments and numbers of updates, the random numbers of each
 rank, and the loss of every step that any life made, to the last bit.
+
+And crashes at each change of the files in a switch to another number of ranks, an opening, a commit, gc: see
+tests/ranks/crash_states.py, which says what is wrong with one.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import io
 import os
 import random
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +30,16 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.commits import begun, opened
+from tests.ranks.crash_states import ACTIONS, LOSSES, CrashStates, Rig, discarding
 from tests.ranks.processes import Ranks, case
 from tests.ranks.training import digests_of
+from tests.rigs.room import room
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
 from tiered.store.generations.commit import Committer
 from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.zero.shard import stay_eager
 
-__all__ = ["KILLS_A_RUN", "RankKill", "kill_many"]
+__all__ = ["KILLS_A_RUN", "RankKill", "crashes_of_a_switch", "kill_many"]
 
 KILLS_A_RUN = 20
 _MOST_STEPS_PER_LIFE = 3
@@ -203,6 +209,41 @@ class _Life:
         """Return the kill that ended this life; ``found`` is what the next one opened."""
         is_inside = any(words.count("flush") > words.count("confirmed") for words in self.words)
         return RankKill(len(self.victims), self._after, is_inside, confirmed, found, "; ".join(self._survivors))
+
+
+_PARTS = 8  # of an action's changes: each seed takes one
+_MOST_CHANGES = 1000  # of a rank in a switch
+
+
+@contextmanager
+def crashes_of_a_switch() -> Iterator[Callable[[int], tuple[int, list[str]]]]:
+    """Lend a function of a seed, that looks at crashes of one action; it returns how many, and what was wrong.
+
+    At every eighth change all ranks are killed, and lose power in several ways; at half of these one rank is killed.
+    """
+    _warm_up()
+    with room() as made, Ranks(3, limit_s=_LIMIT_S) as ranks:
+        rig = Rig(made, made.daemon("recorded"), ranks, lambda world: Ranks(world, limit_s=_LIMIT_S))
+        recorded = [
+            *(functools.partial(CrashStates.of, rig, action) for action in ACTIONS.values()),
+            *(functools.partial(discarding, rig, world) for world in (2, 3)),
+        ]
+
+        def look(seed: int) -> tuple[int, list[str]]:
+            number, part = seed % len(recorded), seed // len(recorded)
+            with redirect_stdout(io.StringIO()):  # of gc
+                states = recorded[number]()
+            for change in range(part % _PARTS, len(states.changes) + 1, _PARTS):
+                states.kill_all(change, goes_on=part % 4 == 0)
+                for other, loss in enumerate(LOSSES):
+                    states.cut_power(change, loss, len(LOSSES) * part + other, goes_on=part % 4 == 1)
+            if states.action.kind == "open" and states.action.by > 1:
+                for victim in range(states.action.by):
+                    changes = range(part % _PARTS, _MOST_CHANGES, 2 * _PARTS)
+                    next(change for change in changes if not states.kill_one(victim, change))
+            return states.num_opened, states.wrong
+
+        yield look
 
 
 # -- in a rank -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 import signal
@@ -23,7 +24,9 @@ from tests.ranks.training import ZOO, changes_of, digests_of, group_of, on_devic
 from tests.zero.training import SEED, Session, start
 from tiered.errors import CapacityError, StepAbandonedError
 from tiered.store.catalog.sqlite_catalog import SqliteCatalog
+from tiered.store.format.state_text import encode
 from tiered.store.generations.commit import Committer
+from tiered.store.generations.registry import committed_state
 from tiered.store.lifetime.confirmation import RanksConfirmation
 from tiered.store.residency.residency import Residency
 
@@ -223,6 +226,31 @@ def open_with(
 
 def _no_space() -> None:
     raise CapacityError("no space left on the drive")
+
+
+@case
+def show(send: Callable[[Any], None], *, path: str, world: int, commits: bool = False) -> dict[str, Any] | None:
+    """Open, and return digests of what this rank's store has; with ``commits`` commit a step of 100 more."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    try:
+        with opened(path, group) as store:
+            states = committed_state(store._generations.root.state)[1]
+            shown = {
+                "keys": {name: _digest(value.view(-1).view(torch.uint8).numpy()) for name, value in store.items()},
+                "states": {name: _digest(encode(state).encode()) for name, state in states.items()},
+                "step": store.state["step"], "is_clean": store.verify().is_clean,
+            }  # fmt: skip
+            if commits:
+                store.commit(store.state | {"step": shown["step"] + 100})
+            return shown
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 @case

@@ -16,7 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import tiered
+from tests.ranks.crash_states import ACTIONS, CrashStates, Rig, discarding
 from tests.ranks.processes import Ranks, StartedRanks
+from tests.rigs.available import needs
+from tests.rigs.room import room
 from tests.rigs.warm_python import WarmPython
 from tiered.errors import CapacityError, CorruptionError, UsageError
 from tiered.store.catalog.catalog import GenerationName
@@ -128,6 +131,21 @@ def test_a_kill_in_the_switch_loses_nothing(
         assert [each["first"] for each in found] == [2, 2] and found[0]["digests"] == before[0]["digests"]
     found = run(ranks, 3, tmp_path, **options)
     assert [each["first"] for each in found] == [2] * 3 and found[0]["digests"] == before[0]["digests"]
+
+
+@needs("faulty file system")
+def test_a_crash_at_a_change_of_a_switch_or_an_opening_leaves_one_generation(ranks: Ranks) -> None:
+    """A sample: `bench/soak.py --campaign switch` has all changes, kills of one rank, a commit, gc."""
+    with room() as made:
+        rig = Rig(made, made.daemon("recorded"), ranks)
+        switch = CrashStates.of(rig, ACTIONS["1 to 2"])
+        opening = discarding(rig, 2, after=switch)
+        for states in (switch, opening):
+            states.kill_all(len(states.changes) // 4, goes_on=False)
+            states.cut_power(len(states.changes) - 8, "subset", goes_on=False)
+        switch.kill_all(2 * len(switch.changes) // 3)
+        assert (switch.num_opened, opening.num_opened) == (3, 2)
+        assert not switch.wrong + opening.wrong
 
 
 def test_each_rank_finds_what_others_have_on_drives_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
