@@ -109,6 +109,18 @@ def _switches(first: int) -> Iterator[Step]:
             yield Step(num_opened, 0, "; ".join(wrong))
 
 
+def _openings(first: int) -> Iterator[Step]:
+    """Simulated ranks, two or three: a crash of each in a commit, and of each where the opening discards a generation.
+
+    It ends when every operation was tried.
+    """
+    from tests.store.meeting import NUM_OPERATIONS, wrong_in_discards
+
+    for seed in range(first, 2 * (NUM_OPERATIONS + 1)):
+        num_cases, wrong = wrong_in_discards(2 + seed % 2, seed // 2)
+        yield Step(num_cases, 0, wrong)
+
+
 def _large(first: int) -> Iterator[Step]:
     """A million keys (even seeds), a tensor of more than 2 GiB (odd ones)."""
     from bench import large
@@ -234,6 +246,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "kill": Campaign("", 5_000, _kills),
     "resume": Campaign("", 5_000, _resumes),
     "ranks": Campaign("", 1_000, _ranks),
+    "opening": Campaign("", 684, _openings),
     "switch": Campaign("faulty file system", 5_000, _switches),
     "large": Campaign("", 2, _large),
     "soak": Campaign("blkio cgroup", 600, _soak),  # half an hour

@@ -191,9 +191,9 @@ class CrashStates:
         if left is None:
             return False
         where = f"rank {victim} killed at its change {number}"
-        unaware = [each for each in said if f"rank {victim}" not in str(each and each.get("error"))]
-        if unaware:
-            self.wrong.append(f"{where}: another rank says {unaware}")
+        for each in said:  # one that was past its last agreement has done all of it
+            if each is None or f"rank {victim}" not in each.get("error", f"rank {victim}"):
+                self.wrong.append(f"{where}: another rank says {each}")
         self.look(left, where)
         return True
 

@@ -28,7 +28,7 @@ from tiered.units import KiB
 __all__ = [
     "CRASHES", "NUM_OPERATIONS", "Crash", "Meeting", "Member", "Noted", "a_confirmed_generation_is_opened", "crashed",
     "no_crash_of_a_rank_is_wrong", "no_space_names_the_rank", "noted", "open_all", "run_all",
-    "the_nonce_is_compared", "wrong_after",
+    "the_nonce_is_compared", "wrong_after", "wrong_in_discards",
 ]  # fmt: skip
 
 NUM_COMMITS = 4
@@ -181,20 +181,43 @@ def crashed(crash: Crash) -> tuple[list[SimulatedDisk], Noted]:
     return [disk.power_cut(rng, crash.policy) for disk in disks], found
 
 
-def wrong_after(crash: Crash, *, crash_again: int = -1) -> str:
-    """Return what is wrong after ``crash``, and one of all ranks at an operation of the opening; "" if nothing."""
+def wrong_after(
+    crash: Crash, *, crash_again: int = -1, victims: Sequence[int] = (), policy: Policy | None = None
+) -> str:
+    """Return what is wrong after ``crash``, and one at an operation of the opening; "" if nothing.
+
+    The second crash is one of ``victims``, all ranks by default; ``policy``: what survives it, by default as before.
+    """
     disks, found = crashed(crash)
     rng = random.Random(crash.operation)
     if crash_again >= 0:
-        for disk in disks:
-            disk.crash_at = crash_again
+        for rank in victims or range(crash.world):
+            disks[rank].crash_at = crash_again
         run_all(disks, lambda store, rank: None)
-        disks = [disk.power_cut(rng, crash.policy) for disk in disks]
+        disks = [disk.power_cut(rng, policy or crash.policy) for disk in disks]
     for _ in range(2):
         seen, wrong = open_all(disks, found)
         if wrong or any(seen):
             return f"{seen} {wrong}"
     return ""
+
+
+def wrong_in_discards(world: int, operation: int) -> tuple[int, str]:
+    """Crash each rank at ``operation`` of its job, then each, and all, where the opening discards a generation.
+
+    Return how many openings there were, and what was wrong with the first bad one.
+    """
+    cases = [
+        (Crash(rank, operation, "drop", world), victims, policy)
+        for rank in range(world)
+        for victims in ((), *((each,) for each in range(world)))
+        for policy in ("drop", "keep")
+    ]
+    for number, (crash, victims, policy) in enumerate(cases):
+        wrong = wrong_after(crash, crash_again=0, victims=victims, policy=policy)
+        if wrong:
+            return number, f"{crash}, then {victims} with {policy}: {wrong}"
+    return len(cases), ""
 
 
 def open_all(disks: Sequence[SimulatedDisk], found: Noted) -> tuple[list[str], list[str]]:

@@ -27,6 +27,13 @@ def test_a_crash_of_either_rank_and_another_in_the_opening_leave_one_generation(
         assert not (wrong := wrong_after(crash, crash_again=draw.randrange(-1, 2))), (crash, wrong)
 
 
+@pytest.mark.parametrize(("world", "operation"), [(2, 8), (3, 11)])
+def test_a_crash_of_each_rank_where_the_opening_discards_a_generation(world: int, operation: int) -> None:
+    """All operations of the job: `bench/soak.py --campaign opening`."""
+    num_openings, wrong = meeting.wrong_in_discards(world, operation)
+    assert not wrong and num_openings == 2 * world * (world + 1)
+
+
 def test_no_space_on_one_rank_is_named_on_all_and_the_generation_before_is_opened() -> None:
     meeting.no_space_names_the_rank()
 
