@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.commits import begun, opened
-from tests.ranks.crash_states import ACTIONS, LOSSES, CrashStates, Rig, discarding
+from tests.ranks.crash_states import ACTIONS, LOSSES, CrashStates, Rig, discarding, interrupted
 from tests.ranks.processes import Ranks, case
 from tests.ranks.training import digests_of
 from tests.rigs.room import room
@@ -213,6 +213,7 @@ class _Life:
 
 _PARTS = 8  # of an action's changes: each seed takes one
 _MOST_CHANGES = 1000  # of a rank in a switch
+_AGAIN = (("2 to 1", 0.6), ("1 to 2", 0.55), ("2 to 3", 0.3))  # killed at which share of the changes, and done again
 
 
 @contextmanager
@@ -224,9 +225,10 @@ def crashes_of_a_switch() -> Iterator[Callable[[int], tuple[int, list[str]]]]:
     _warm_up()
     with room() as made, Ranks(3, limit_s=_LIMIT_S) as ranks:
         rig = Rig(made, made.daemon("recorded"), ranks, lambda world: Ranks(world, limit_s=_LIMIT_S))
-        recorded = [
+        recorded: list[Callable[[], CrashStates]] = [
             *(functools.partial(CrashStates.of, rig, action) for action in ACTIONS.values()),
             *(functools.partial(discarding, rig, world) for world in (2, 3)),
+            *(functools.partial(interrupted, rig, name, share) for name, share in _AGAIN),
         ]
 
         def look(seed: int) -> tuple[int, list[str]]:

@@ -22,7 +22,7 @@ from tests.rigs.recorded_files import Change, Image, Loss, read_changes
 from tests.rigs.room import Daemon, Room
 from tiered.tools.cli import main
 
-__all__ = ["ACTIONS", "LOSSES", "Action", "CrashStates", "Rig", "discarding"]
+__all__ = ["ACTIONS", "LOSSES", "Action", "CrashStates", "Rig", "discarding", "interrupted"]
 
 _MODEL = {"model": "odd_sizes", "dtype": "bf16"}
 _NUM_STEPS = 2
@@ -240,6 +240,13 @@ def _short(found: list[Shown], wanted: list[list[Shown]]) -> str:
         other += [word for word, value in shown.get("states", {}).items() if same["states"].get(word) != value]
         said.append(shown.get("error") or f"step {shown['step']}, is_clean {shown['is_clean']}, other {other}")
     return "; ".join(said)
+
+
+def interrupted(rig: Rig, name: str, share: float) -> CrashStates:
+    """Return an action of ACTIONS that is done again, after all ranks were killed at ``share`` of its changes."""
+    first = CrashStates.of(rig, ACTIONS[name])
+    left = first.image.killed(first.changes[: int(share * len(first.changes))])
+    return CrashStates.of(rig, first.action, image=left, wanted=first.wanted)
 
 
 def discarding(rig: Rig, world: int, *, after: CrashStates | None = None) -> CrashStates:
