@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -205,6 +206,30 @@ def test_an_error_in_the_block_changes_nothing(trained: Run, tmp_path: Path) -> 
     assert same(trained.values(), before)
     with pytest.raises(dcp.api.CheckpointException, match=r"the block of tiered\.sharded_state_dict has ended"):
         dcp.save({"model": model}, checkpoint_id=tmp_path / "late", no_dist=True)
+
+
+def test_a_block_is_for_one_of_both(trained: Run, tmp_path: Path) -> None:
+    before = trained.values()
+    with tiered.sharded_state_dict(trained.model, trained.optimizer, mode="rw") as (model, optimizer):
+        with pytest.raises(dcp.api.CheckpointException, match="has mode='rw'; expected mode='r' to save"):
+            dcp.save({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "zeros", no_dist=True)
+    with tiered.sharded_state_dict(trained.model, trained.optimizer) as (model, optimizer):
+        with pytest.raises(dcp.api.CheckpointException, match="has mode='r'; expected mode='rw' to load"):
+            dcp.load({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert same(trained.values(), before)
+
+
+def test_a_load_that_failed_and_was_caught_changes_nothing(trained: Run, tmp_path: Path) -> None:
+    before = trained.values()
+    (file,) = (tmp_path / "saved").glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with (
+        pytest.raises(UsageError, match=r"of this rank's .* rectangles were loaded, and nothing was changed"),
+        tiered.sharded_state_dict(trained.model, trained.optimizer, mode="rw") as (model, optimizer),
+        contextlib.suppress(dcp.api.CheckpointException),
+    ):
+        dcp.load({"model": model, "optim": optimizer}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert same(trained.values(), before)
 
 
 def test_tensors_that_a_checkpoint_lacks_stay(trained: Run, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class CheckpointTensor(torch.Tensor):
         return tensor
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """Return what this rank saves; the first rank that of an empty tensor, too."""
+        """Return what this rank saves. Raises UsageError in a block for ``load``."""
         properties = TensorProperties(dtype=self.shard.dtype)
         size = torch.Size(self.shard.shape)
         return [
@@ -111,12 +111,12 @@ class CheckpointTensor(torch.Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=place, properties=properties, size=size),
             )
-            for place in self.__create_chunk_list__()
+            for place in self.shard.places(is_saved=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the places of this rank's rectangles."""
-        return [ChunkStorageMetadata(offsets=each.offsets, sizes=each.sizes) for each in self.shard.rectangles.values()]
+        """Return the places of what this rank loads. Raises UsageError in a block for ``save``."""
+        return self.shard.places(is_saved=False)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Return the values of one rectangle to be saved, or the memory for the ones that are loaded."""
@@ -181,7 +181,7 @@ class Shard:
         self.rectangles = {each.offsets: each for each in found}
         self._order = _order(self.strides)
         self._loaded: set[torch.Size] = set()
-        self.is_loaded = False
+        self.is_loaded, self._is_planned = False, False
 
     @property
     def nbytes(self) -> int:
@@ -192,10 +192,22 @@ class Shard:
         """Return the tensor that stands for this one in a state dict."""
         return CheckpointTensor.of(self)
 
-    def tensor(self, offsets: torch.Size) -> torch.Tensor:
-        """Return the values of the rectangle at ``offsets``, a copy; or its part of the target, to be written."""
+    def places(self, *, is_saved: bool) -> list[ChunkStorageMetadata]:
+        """Return the places of this rank's rectangles for a plan to save or to load them. Raises UsageError."""
+        self._check_open()
+        if is_saved != (self.target is None):
+            has, needs = ("rw", "mode='r' to save") if is_saved else ("r", "mode='rw' to load")
+            raise UsageError(f"{self.name}: the block of tiered.sharded_state_dict has mode={has!r}; expected {needs}")
+        self._is_planned = True
+        return [ChunkStorageMetadata(offsets=each.offsets, sizes=each.sizes) for each in self.rectangles.values()]
+
+    def _check_open(self) -> None:
         if self._is_over:
             raise UsageError(f"{self.name}: the block of tiered.sharded_state_dict has ended; save or load inside it")
+
+    def tensor(self, offsets: torch.Size) -> torch.Tensor:
+        """Return the values of the rectangle at ``offsets``, a copy; or its part of the target, to be written."""
+        self._check_open()
         rectangle = self.rectangles[offsets]
         if self.target is None:
             return rectangle.view(self._read(rectangle.elements), self._order)
@@ -206,10 +218,10 @@ class Shard:
         """Return LOADED, NOT_LOADED or NOTHING_TO_LOAD. Raises UsageError for a tensor that was loaded in part."""
         if not self.elements:
             return NOTHING_TO_LOAD
-        if self._loaded and len(self._loaded) < len(self.rectangles):
+        if self._is_planned and len(self._loaded) < len(self.rectangles):
             raise UsageError(
                 f"{self.name}: {len(self._loaded)} of this rank's {len(self.rectangles)} rectangles were loaded, and"
-                " nothing was changed; expected one torch.distributed.checkpoint.load of the whole tensor"
+                " nothing was changed; expected a torch.distributed.checkpoint.load that comes to its end"
             )
         return LOADED if self._loaded else NOT_LOADED
 

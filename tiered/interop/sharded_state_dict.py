@@ -67,6 +67,8 @@ def sharded_state_dict(
             yield source.model_state, source.optimizer_state
         else:
             with phase(source.store.ranks, _WORD):
+                source.make_targets()
+            with phase(source.store.ranks, _WORD):
                 yield source.model_state, source.optimizer_state
                 flags = source.loaded()
             source.agree_on_loaded(flags)
@@ -114,8 +116,6 @@ class _Source:
                 self.model_state[name] = copy.deepcopy(value) if is_target else value
         if optimizer is not None:
             self._take_optimizer(optimizer)
-        if is_target:
-            self._make_targets()
 
     def end(self) -> None:
         """Refuse all uses from now on, and forget what was loaded."""
@@ -195,7 +195,8 @@ class _Source:
 
     # -- replacing -----------------------------------------------------------------------------------------------------
 
-    def _make_targets(self) -> None:
+    def make_targets(self) -> None:
+        """Make room for what is loaded. Raises CapacityError."""
         shards = list(self._shards())
         next_step = "free some, or load the model and then the optimizer"
         memory = memory_for_copies(self.store.working_set.space.devices, [s.nbytes for s in shards], _WORD, next_step)
