@@ -16,12 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import tiered
 from tiered.errors import UsageError
+from tiered.interop import checkpoint_shards
 from tiered.interop.checkpoint_shards import _order, _rectangles
 
 
@@ -50,7 +53,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x.to(self.scale.dtype)) * self.scale
         found = self.last(self.norm(hidden.float()).to(hidden.dtype)).float()
-        return found if not hasattr(self, "added") else self.added(found)
+        return found if not hasattr(self, "added") else self.added(found.to(hidden.dtype)).float()
 
 
 class Run:
@@ -61,7 +64,7 @@ class Run:
         self.store = tiered.Store(path / str(seed), dram="16MiB")
         self.model = tiered.shard(Net(), self.store, **({} if dtype is None else {"param_dtype": dtype}))
         if options.pop("added", False):
-            self.model.added = nn.Linear(5, 5)
+            self.model.added = nn.Linear(5, 5, dtype=dtype)
         make = options.pop("make", tiered.AdamW)
         self.optimizer = make(self.model.parameters(), lr=1e-2 * (seed + 1), **options)
 
@@ -176,12 +179,20 @@ def test_plain_torch_and_tiered_load_what_the_other_has_saved(dtype: torch.dtype
                     assert torch.equal(states[index][kind], optimizer.state[value][kind])
 
 
-def test_parameters_in_ordinary_memory_ride_along(tmp_path: Path) -> None:
-    with closing(Run(tmp_path, 0, added=True)) as run, closing(Run(tmp_path, 1, added=True)) as other:
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_parameters_in_ordinary_memory_ride_along(
+    master_weights: bool, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"added": True, "dtype": dtype}
+    with closing(Run(tmp_path, 0, **options)) as run, closing(Run(tmp_path, 1, **options)) as other:
         run.step(2)
-        run.save(tmp_path / "saved")
+        run.save(tmp_path / "saved", master_weights=master_weights)
         values = run.values()
-        other.load(tmp_path / "saved")
+        other.step(1)
+        torch.optim.lr_scheduler.ConstantLR(other.optimizer, factor=1)  # which notes an initial_lr
+        other.load(tmp_path / "saved", master_weights=master_weights)
+        assert other.optimizer.param_groups[0].pop("initial_lr") == 2e-2
         assert same(other.values(), values)
         assert other.step(2, seed=9) == run.step(2, seed=9)
 
@@ -297,6 +308,7 @@ def test_state_that_does_not_fit_changes_nothing(load: Any, message: str, traine
 def test_calls_that_cannot_be(trained: Run, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected mode='r' to save or 'rw' to load, got 'w'"):
         trained.save(tmp_path, mode="w")
+    optimizer = trained.optimizer
     with pytest.raises(UsageError, match="expected an optimizer of tiered's, got SGD"):
         trained.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         trained.save(tmp_path)
@@ -304,6 +316,8 @@ def test_calls_that_cannot_be(trained: Run, tmp_path: Path) -> None:
         tiered.sharded_state_dict(trained.model, master_weights=True).__enter__()
     with pytest.raises(UsageError, match="Linear is not sharded"):
         tiered.sharded_state_dict(nn.Linear(1, 1)).__enter__()
+    with pytest.raises(UsageError, match="trains empty, which is not in Linear; expected the whole model"):
+        tiered.sharded_state_dict(trained.model.first, optimizer).__enter__()
     with tiered.sharded_state_dict(trained.model) as (model, _):
         with pytest.raises(UsageError, match=r"async_save copies all values first.* store.commit\(wait=False\)"):
             model["first.bias"] + 1
@@ -313,6 +327,32 @@ def test_calls_that_cannot_be(trained: Run, tmp_path: Path) -> None:
     trained.model(torch.ones(2, 5)).sum().backward()
     with pytest.raises(UsageError, match=r"tiered\.sharded_state_dict"):
         tiered.sharded_state_dict(trained.model).__enter__()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_names_are_those_of_torch_without_wrappers(tmp_path: Path) -> None:
+    net = Net()
+    net.first = checkpoint_wrapper(net.first)
+    model, _ = get_state_dict(net, ())
+    with tiered.Store(tmp_path, dram="16MiB") as store:
+        sharded = tiered.shard(torch.compile(net), store)
+        with tiered.sharded_state_dict(sharded, mode="rw") as (names, _):
+            assert names.keys() == model.keys() and "first.weight" in names
+
+
+def test_a_writer_that_keeps_one_piece_of_a_tensor_is_refused(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_shards, "_MOST_NBYTES", 32)
+    with tiered.sharded_state_dict(trained.model) as (model, _):
+        del model["_extra_state"]
+        writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "files"), save_distributed=True)
+        with pytest.raises(dcp.api.CheckpointException, match=r"expected dcp.save with torch's own .*save_pretrained"):
+            dcp.save(model, storage_writer=writer, no_dist=True)
+    tiered.save_pretrained(trained.model.first, tmp_path / "files")
+    assert torch.equal(
+        load_file(tmp_path / "files" / "model.safetensors")["weight"], trained.model.state_dict()["first.weight"]
+    )
 
 
 def test_a_writer_with_threads(trained: Run, tmp_path: Path) -> None:

@@ -79,3 +79,34 @@ def fsdp2(send: Callable[[Any], None], *, folder: str, world: int, loads: bool, 
     for name, kinds in state_dict["optimizer"]["state"].items():
         found |= {f"{kind} {name}": kinds[kind].full_tensor() for kind in ("exp_avg", "exp_avg_sq")}
     return {key: value.flatten().tolist() for key, value in found.items()}
+
+
+@case
+def refused(send: Callable[[Any], None], *, path: str, folder: str, world: int) -> Any:
+    """Fail to load in all ways over ranks, and train on; returns what was said, and digests before and after."""
+    group = group_of(world)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    said: list[str] = []
+    with opened(path, group, rank_deadline=10) as store:
+        session, _ = begun(store, group, model="odd_sizes", dtype="fp32", update="step")
+        session.run_step(0)
+        before = _collected(session)
+
+        def attempt(mode: Any, action: Callable[[dict[str, Any]], object]) -> None:
+            try:
+                with tiered.sharded_state_dict(session.model, session.optimizer, mode=mode) as state_dicts:
+                    action(places(*state_dicts))
+            except (Exception, dcp.api.CheckpointException) as error:
+                said.append(f"{type(error).__name__}: {error}")
+
+        def fail_on_one(state_dict: dict[str, Any]) -> None:
+            if group.rank() == 1:
+                raise ZeroDivisionError("of rank 1")
+
+        attempt("rw", lambda state_dict: dcp.load(state_dict, checkpoint_id=folder, process_group=group))
+        attempt("rw", fail_on_one)
+        attempt("rw" if group.rank() else "r", lambda state_dict: None)
+        found = {"same": _collected(session) == before, "said": said}
+        session.run_step(1)
+        return found | {"after": _collected(session)}

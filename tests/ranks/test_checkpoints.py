@@ -85,3 +85,14 @@ def test_plain_torch_loads_what_ranks_have_saved(ranks: Ranks, tmp_path: Path) -
     }
     counts = {name: int(kinds["step"]) for name, kinds in optimizer["state"].items()}
     assert digests_of(Trained(parameters=model, num_updates=counts, **moments)) == saved
+
+
+def test_what_is_refused_changes_nothing_on_any_rank(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run("refused", path=str(tmp_path / "run"), folder=str(tmp_path / "none"), world=3)
+    for each in found:
+        assert each["same"]
+        load, alone, mode = each["said"]
+        assert load.startswith("CheckpointException")
+        assert "ZeroDivisionError: of rank 1" in alone
+        assert "tiered.sharded_state_dict: the ranks differ" in mode and "expected the same call on all ranks" in mode
+    assert found[0]["after"] == found[1]["after"] == found[2]["after"], "and training goes on"

@@ -7,6 +7,7 @@ most 2N - 1 rectangles, which is what a distributed checkpoint knows: so nothing
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,9 @@ from tiered.errors import UsageError
 from tiered.zero.parameters.tensor_without_bytes import close
 from tiered.zero.parameters.unit import Segment
 
-__all__ = ["LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "SavedCopies", "Shard"]
+__all__ = ["FAILED", "LOADED", "NOTHING_TO_LOAD", "NOT_LOADED", "SavedCopies", "Shard"]
 
-LOADED, NOT_LOADED, NOTHING_TO_LOAD = 1, 2, 3
+LOADED, NOT_LOADED, NOTHING_TO_LOAD, FAILED = 1, 2, 3, 4
 
 _MOST_NBYTES = 64 << 20  # of one rectangle
 _WINDOW_NBYTES = 256 << 20
@@ -208,6 +209,8 @@ class Shard:
     def tensor(self, offsets: torch.Size) -> torch.Tensor:
         """Return the values of the rectangle at ``offsets``, a copy; or its part of the target, to be written."""
         self._check_open()
+        if self.target is None and len(self.rectangles) > 1:
+            _refuse_single_pieces(self.name)
         rectangle = self.rectangles[offsets]
         if self.target is None:
             return rectangle.view(self._read(rectangle.elements), self._order)
@@ -242,3 +245,15 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {self.elements}, {len(self.rectangles)} rectangles)"
+
+
+def _refuse_single_pieces(name: str) -> None:
+    """Raise UsageError where torch's writer of safetensors files asks, which keeps one piece of a tensor in a file."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_write_files_from_queue":
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None and str(frame.f_locals.get("serialization_format", "")).endswith("SAFETENSORS"):
+        raise UsageError(
+            f"{name}: torch's writer of safetensors files would keep one of its pieces alone; expected dcp.save with"
+            " torch's own format, or tiered.save_pretrained(model, folder), which writes safetensors files"
+        )

@@ -11,15 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn.parallel import DistributedDataParallel
 
 from tiered.errors import UsageError
-from tiered.interop.checkpoint_shards import LOADED, NOT_LOADED, SavedCopies, Shard
+from tiered.interop.checkpoint_shards import FAILED, LOADED, NOT_LOADED, SavedCopies, Shard
 from tiered.ranks.ranks import phase
 from tiered.zero.model_state import ModelValues
 from tiered.zero.optimizer.fp32_masters import leased
 from tiered.zero.optimizer.optimizer_state import rounds_to
 from tiered.zero.optimizer.state_dicts import StateAccess
-from tiered.zero.parameters.unit import Segment
+from tiered.zero.parameters.unit import Segment, Unit
 from tiered.zero.state_dict_copies import memory_for_copies
 
 __all__ = ["sharded_state_dict"]
@@ -41,8 +43,8 @@ def sharded_state_dict(
     so that FSDP2 and plain torch read what is saved here, and the other way round; the second is {} without an
     optimizer. Each tensor of the store is one that only ``save`` and ``load`` can use, inside the block: for them it is
     this rank's rectangles of at most 64 MiB, read or written one at a time. Nothing is gathered, and 256 MiB are in
-    memory; so a writer that reads a tensor again at the end, as that of safetensors files does, takes no more than that
-    (``tiered.save_pretrained`` writes such files). All ranks come here together.
+    memory. torch's writer of safetensors files keeps one piece of each tensor alone, and is refused where there are
+    more: ``tiered.save_pretrained`` writes such files. All ranks come here together.
 
     ``mode="rw"`` is for ``load``: loaded values wait in a file beside the store's, 4 bytes for each element of a
     parameter, of a moment and of a master, and replace the store's when the block ends; an error changes nothing.
@@ -63,16 +65,23 @@ def sharded_state_dict(
         )
     source = _Source(model, optimizer, is_target=mode == "rw", master_weights=master_weights)
     try:
+        ranks = source.store.ranks
+        if ranks is not None:
+            ranks.check_equal(_WORD, [mode, str(master_weights), str(optimizer is None)], "the same call on all ranks")
         if mode == "r":
             yield source.model_state, source.optimizer_state
         else:
-            with phase(source.store.ranks, _WORD):
+            with phase(ranks, _WORD):
                 source.make_targets()
-            with phase(source.store.ranks, _WORD):
-                yield source.model_state, source.optimizer_state
-                flags = source.loaded()
-            source.agree_on_loaded(flags)
-            with phase(source.store.ranks, _WORD):
+            failure = None
+            with phase(ranks, _WORD):
+                try:
+                    yield source.model_state, source.optimizer_state
+                except CheckpointException as error:  # which is no Exception to torch
+                    failure = error
+                flags = source.loaded(failure)
+            source.agree_on_loaded(flags, failure)
+            with phase(ranks, _WORD):
                 source.check()
             source.apply()
     finally:
@@ -103,16 +112,18 @@ class _Source:
         self._kept: dict[Segment, dict[str, Shard]] = {}
         self._steps: dict[Segment, torch.Tensor] = {}
         self._ids: list[list[str]] = []
+        self._names: dict[Segment, str] = {}
         self._groups: list[dict[str, Any]] = []
-        self._plain: list[str] = []  # tensors in ordinary memory, and what is none
-        for name, value in values.state.items():
+        self._plain: dict[str, str] = {}  # tensors in ordinary memory, and what is none: by name, the model's own
+        for full, value in values.state.items():
+            name = _plain_name(model, full)
             segment = values.segment_of(value) if isinstance(value, torch.Tensor) else None
             if segment is not None:
                 if segment not in self._weights:
                     self._weights[segment] = self._weight(name, segment)
                 self.model_state[name] = self._weights[segment].looks()
             else:
-                self._plain.append(name)
+                self._plain[name] = full
                 self.model_state[name] = copy.deepcopy(value) if is_target else value
         if optimizer is not None:
             self._take_optimizer(optimizer)
@@ -160,13 +171,18 @@ class _Source:
 
     def _take_optimizer(self, optimizer: StateAccess) -> None:
         """Make the state dict of ``optimizer``."""
-        by_parameter = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        by_parameter = {id(p): _plain_name(self._model, name) for name, p in self._model.named_parameters()}
         names: list[str] = []
         state: dict[str, dict[str, torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 segment = optimizer.segment_of(parameter)
                 weight = self._weights.get(segment)
+                if weight is None and isinstance(segment.unit, Unit):
+                    raise UsageError(
+                        f"{_WORD}: the optimizer trains {segment.name}, which is not in {type(self._model).__name__};"
+                        " expected the whole model that it was made for"
+                    )
                 names.append(name := weight.name if weight else by_parameter.get(id(parameter), segment.name))
                 dtype = optimizer.kept.dtype_of(segment)
                 kinds = self._kept[segment] = {
@@ -178,10 +194,12 @@ class _Source:
                 if kinds and optimizer.rule.name != "SGD":  # as torch has it
                     steps = torch.tensor(float(optimizer.kept.steps.get(segment, 0)), dtype=torch.float32, device="cpu")
                     state[name]["step"] = self._steps[segment] = steps
+                self._names[segment] = name
         groups = copy.deepcopy(optimizer.groups_for(names))
-        without_names = [{key: value for key, value in g.items() if key != "param_names"} for g in groups]
+        left_out = {"param_names", *(("initial_lr",) if self._is_target else ())}  # which schedules bring back
+        kept = [{key: value for key, value in group.items() if key not in left_out} for group in groups]
         self._ids = [list(group["params"]) for group in groups]
-        self.optimizer_state |= {"state": state, "param_groups": without_names}
+        self.optimizer_state |= {"state": state, "param_groups": kept}
 
     def _kinds(self, optimizer: StateAccess, segment: Segment, group: dict[str, Any]) -> list[str]:
         """Return the names of the moments and the master that a state dict has of one parameter."""
@@ -191,7 +209,8 @@ class _Source:
         makes_some = optimizer.rule.makes_moments(optimizer.rule.freeze(group))
         kinds = [moment.name for moment in optimizer.rule.moments if makes_some]
         kinds += ["master"] * optimizer.kept.has_master(segment)
-        return [kind for kind in kinds if not (kind == "master" and self._has_master_weights)]
+        is_weight = self._has_master_weights and segment in self._weights
+        return [kind for kind in kinds if not (kind == "master" and is_weight)]
 
     # -- replacing -----------------------------------------------------------------------------------------------------
 
@@ -205,15 +224,22 @@ class _Source:
             for shard in shards:
                 shard.target = empty((len(shard.elements),), (1,), dtype=shard.target_dtype)
 
-    def loaded(self) -> bytes:
+    def loaded(self, failure: BaseException | None) -> bytes:
         """Return whether each tensor was loaded, for ``agree_on_loaded``. Raises UsageError for one loaded in part."""
-        return bytes(shard.loaded() for shard in self._shards())
+        return bytes(FAILED if failure is not None else shard.loaded() for shard in self._shards())
 
-    def agree_on_loaded(self, flags: bytes) -> None:
-        """Note which tensors were loaded, those without an element here too. Raises UsageError on all ranks."""
+    def agree_on_loaded(self, flags: bytes, failure: BaseException | None) -> None:
+        """Note which tensors were loaded, those without an element here too. Raises UsageError on all ranks.
+
+        Raises ``failure``, if there is one, after the others have heard of it.
+        """
         ranks = self.store.ranks
         every = (flags,) if ranks is None else ranks.comm_thread.agree(_WORD, flags or b"-").wait()
+        if failure is not None:
+            raise failure
         for shard, of_ranks in zip(self._shards(), zip(*every, strict=True), strict=False):
+            if FAILED in of_ranks:
+                raise UsageError(f"{_WORD}: the load of rank {of_ranks.index(FAILED)} has failed; nothing was changed")
             if {LOADED, NOT_LOADED} <= set(of_ranks):
                 raise UsageError(
                     f"{_WORD}: {shard.name} was loaded on some ranks and not on others, and nothing was changed;"
@@ -260,7 +286,11 @@ class _Source:
         """Return the values that a parameter of the optimizer will have, in memory order: (numel,)."""
         weight = self._weights.get(segment)
         if weight is None:
-            return segment.parameter.detach().as_strided((segment.numel,), (1,))[part]
+            found = self.model_state.get(self._names[segment], segment.parameter.detach())
+            ordered = torch.empty_strided(segment.shape, segment.strides, dtype=segment.dtype, device="cpu").copy_(
+                found
+            )
+            return ordered.as_strided((segment.numel,), (1,))[part]
         if weight.is_loaded:
             return weight.values(part).to(segment.dtype)
         return self._reader(segment)(range(part.start, part.stop))
@@ -279,7 +309,8 @@ class _Source:
                 for segment, shard in self._weights.items():
                     if shard.is_loaded:
                         self._replace(segment, shard)
-                self._model.load_state_dict({name: self.model_state[name] for name in self._plain}, strict=False)
+                plain = {full: self.model_state[name] for name, full in self._plain.items()}
+                self._model.load_state_dict(plain, strict=False)
                 if self._optimizer is not None:
                     self._optimizer.load_pieces(self._groups, self._states())
         except BaseException as error:
@@ -310,3 +341,10 @@ class _Source:
                 values["master"] = weight.values
             if any(shard.is_loaded for shard in kinds.values()):
                 yield segment, int(self._steps[segment]) if segment in self._steps else 1, values
+
+
+def _plain_name(model: nn.Module, name: str) -> str:
+    """Return ``name`` without the prefixes of wrappers, as torch's own ``get_state_dict`` has it."""
+    if isinstance(model, DistributedDataParallel):
+        name = name.removeprefix("module.")
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")

@@ -173,7 +173,7 @@ class StateReader:
                 group, its = self._group(where, mine, theirs)
                 if list(its) != list(ids[number]):
                     _refuse(f"{where}['params']", _short(ids[number]), _short(its))
-                found.append(group)
+                found.append(mine | group)
             for name, value in steps.items():
                 _step(f"'state'[{name!r}]: 'step'", value)
         return found
