@@ -355,6 +355,23 @@ def test_a_writer_that_keeps_one_piece_of_a_tensor_is_refused(
     )
 
 
+def test_the_memory_of_copies_that_were_saved_is_taken_back(
+    trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_shards, "_WINDOW_NBYTES", 100)
+    copies = checkpoint_shards.SavedCopies()
+    given = [copies.add(torch.ones(10)) for _ in range(5)]  # of 40 bytes
+    assert [each.untyped_storage().nbytes() for each in given] == [0, 0, 0, 40, 40]
+    assert given[-1].sum() == 10
+    with pytest.raises(RuntimeError):
+        given[0].sum()
+    before = trained.values()
+    trained.save(tmp_path / "window")
+    trained.step(1)
+    trained.load(tmp_path / "window")
+    assert same(trained.values(), before)
+
+
 def test_a_writer_with_threads(trained: Run, tmp_path: Path) -> None:
     before = trained.values()
     with tiered.sharded_state_dict(trained.model, trained.optimizer) as (model, optimizer):

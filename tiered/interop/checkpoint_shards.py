@@ -150,12 +150,16 @@ class SavedCopies:
 
     def add(self, copied: torch.Tensor) -> torch.Tensor:
         """Return ``copied``, and take back the memory of what this thread was given long before."""
-        kept: deque[torch.Tensor] = vars(self._of_thread).setdefault("kept", deque())
+        of_thread = vars(self._of_thread)
+        kept: deque[torch.Tensor] = of_thread.setdefault("kept", deque())
         kept.append(copied)
-        while len(kept) > 1 and sum(each.nbytes for each in kept) > _WINDOW_NBYTES:
+        nbytes = of_thread.get("nbytes", 0) + copied.nbytes
+        while len(kept) > 1 and nbytes > _WINDOW_NBYTES:
             earlier = kept.popleft()
+            nbytes -= earlier.nbytes
             earlier.untyped_storage().resize_(0)
             close(earlier, "tiered.sharded_state_dict has taken back the memory of a tensor that was saved long before")
+        of_thread["nbytes"] = nbytes
         return copied
 
 

@@ -274,7 +274,10 @@ class _Source:
             )
         for moment in optimizer.rule.moments:
             if moment.is_positive and any(bool((values < 0).any()) for _, values in kinds[moment.name].parts()):
-                raise UsageError(f"{_WORD}: {moment.name} of {segment.name} has elements below zero")
+                raise UsageError(
+                    f"{_WORD}: {moment.name} of {segment.name} has elements below zero, and nothing was changed;"
+                    " expected a checkpoint of this optimizer's kind"
+                )
         for part, values in master.parts() if master is not None and master.is_loaded else ():
             if not rounds_to(self._new_values(segment, part), values):
                 raise UsageError(
@@ -287,10 +290,8 @@ class _Source:
         weight = self._weights.get(segment)
         if weight is None:
             found = self.model_state.get(self._names[segment], segment.parameter.detach())
-            ordered = torch.empty_strided(segment.shape, segment.strides, dtype=segment.dtype, device="cpu").copy_(
-                found
-            )
-            return ordered.as_strided((segment.numel,), (1,))[part]
+            ordered = torch.empty_strided(segment.shape, segment.strides, dtype=segment.dtype, device="cpu")
+            return ordered.copy_(found).as_strided((segment.numel,), (1,))[part]
         if weight.is_loaded:
             return weight.values(part).to(segment.dtype)
         return self._reader(segment)(range(part.start, part.stop))

@@ -491,6 +491,8 @@ class OptimizerState:
 
     def set_master(self, segment: Segment, source: torch.Tensor | None) -> None:
         """The caller has replaced the values of ``segment``: its master becomes ``source``, or those values."""
+        if segment.dtype != torch.bfloat16:
+            return  # order: before a copy
         master = None
         if source is not None and source.dtype in {torch.float32, torch.float64} and source.shape == segment.shape:
             master = _in_memory_order(segment, source.float()).__getitem__
